@@ -1,0 +1,9 @@
+#pragma once
+
+namespace gloo::transport {
+class Device;
+class UnboundBuffer {
+ public:
+  virtual ~UnboundBuffer() = default;
+};
+}  // namespace gloo::transport

@@ -1,0 +1,67 @@
+#include "test_support.h"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+namespace shardstep::test {
+namespace {
+
+// Aborts the process, so that a debugger or core shows every stack, unless destroyed in time.
+class Watchdog {
+ public:
+  explicit Watchdog(std::chrono::seconds limit)
+      : thread_([this, limit] {
+          std::unique_lock lock(mutex_);
+          if (done_.wait_for(lock, limit, [this] { return finished_; })) return;
+          std::fprintf(stderr, "ranks did not finish within %lld s: aborting\n",
+                       static_cast<long long>(limit.count()));
+          std::abort();
+        }) {}
+  ~Watchdog() {
+    {
+      std::lock_guard lock(mutex_);
+      finished_ = true;
+    }
+    done_.notify_all();
+    thread_.join();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable done_;
+  bool finished_ = false;
+  std::thread thread_;
+};
+
+}  // namespace
+
+void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,
+               std::chrono::seconds limit, std::chrono::milliseconds timeout) {
+  Watchdog watchdog(limit);
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::exception_ptr> errors(world_size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world_size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        at::set_num_threads(1);
+        body(make_process_group(store, rank, world_size,
+                                ProcessGroupOptions().backend("gloo").timeout(timeout)));
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+}  // namespace shardstep::test

@@ -1,0 +1,21 @@
+#pragma once
+
+// Runs ranks as threads of this process, on real Gloo, with a time limit.
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <functional>
+#include <vector>
+
+#include "shardstep/process_group.h"
+
+namespace shardstep::test {
+
+// Runs body(group) once a rank, each in a thread of its own, and rethrows the first exception that a
+// rank let through. A run that takes longer than `limit` aborts the process with a message.
+void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,
+               std::chrono::seconds limit = std::chrono::seconds(120),
+               std::chrono::milliseconds timeout = std::chrono::seconds(30));
+
+}  // namespace shardstep::test
