@@ -2,7 +2,8 @@
 
 // The group of processes this one belongs to: made from what the launcher put into the environment,
 // or from a store handed in. Thread safety: the default group is set once, by init_process_group;
-// reading it is safe from any thread. Collective: init_process_group, new_group, make_process_group.
+// reading it is safe from any thread. Collective: init_process_group, new_group,
+// make_process_group.
 
 #include <torch/arg.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

@@ -1,5 +1,6 @@
 #include "test_support.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <condition_variable>
@@ -63,5 +64,7 @@ void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>
     if (error) std::rethrow_exception(error);
   }
 }
+
+at::Generator generator(uint64_t seed) { return at::make_generator<at::CPUGeneratorImpl>(seed); }
 
 }  // namespace shardstep::test
