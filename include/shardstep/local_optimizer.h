@@ -4,7 +4,6 @@
 // names, order and types that the torch.optim class of the same name has in Python. A value; the
 // functions in it hold no state and may be called from any thread.
 
-#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -16,14 +15,6 @@
 
 #include "shardstep/export.h"
 #include "shardstep/state_dict.h"
-
-namespace torch::optim {
-struct AdamOptions;
-struct AdamWOptions;
-struct SGDOptions;
-struct AdagradOptions;
-struct RMSpropOptions;
-}  // namespace torch::optim
 
 namespace shardstep {
 
