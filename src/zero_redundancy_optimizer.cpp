@@ -20,7 +20,7 @@ std::vector<OptimizerParamGroup> one_group(std::vector<at::Tensor> params) {
 void drop_repeats(std::vector<at::Tensor>& params) {
   std::unordered_set<const void*> seen;
   std::erase_if(params, [&](const at::Tensor& param) {
-    return param.defined() && !seen.insert(param.unsafeGetTensorImpl()).second;
+    return !seen.insert(param.unsafeGetTensorImpl()).second;
   });
 }
 
@@ -105,6 +105,11 @@ void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups
         "shardstep: expected an element-wise optimizer when sharding by element, got ", local_.name,
         ", which needs whole parameters; shard by parameter");
     for (auto& group : groups) {
+      for (const auto& param : group.params()) {
+        TORCH_CHECK_VALUE(param.defined(),
+                          "shardstep: expected parameters that are tensors, got an ",
+                          "undefined one in group ", param_groups_.size());
+      }
       drop_repeats(group.params());
       Optimizer::add_param_group(group);
     }
