@@ -6,6 +6,9 @@
 
 #include <bit>
 #include <filesystem>
+#include <memory>
+#include <optional>
+#include <string_view>
 
 #include "pickle.h"
 #include "replacing_file.h"
@@ -177,9 +180,19 @@ std::string_view text(const c10::Storage& storage) {
   return {static_cast<const char*>(storage.data()), storage.nbytes()};
 }
 
+std::unique_ptr<PyTorchStreamReader> open_zip(const std::string& path) {
+  try {
+    return std::make_unique<PyTorchStreamReader>(path);
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(false, "no zip file as torch.save writes it, or a damaged one");
+  }
+}
+
 StateDict read_file(const std::string& path, size_t file_size) {
-  PyTorchStreamReader file(path);
+  auto opened = open_zip(path);
+  auto& file = *opened;
   TORCH_CHECK_VALUE(file.hasRecord("data.pkl"), "a zip file that torch.save did not make");
+  TORCH_CHECK_VALUE(!file.hasRecord("constants.pkl"), "a TorchScript module");
   if (file.hasRecord("byteorder")) {
     auto order = read_record(file, "byteorder", file_size);
     TORCH_CHECK_VALUE(text(order) == kByteOrder, "numbers that are ", text(order), "-endian");
