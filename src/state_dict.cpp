@@ -101,7 +101,7 @@ PickleNode& entry(const PickleNode& dict, const std::string& key, const char* wh
 
 // Every key but `except`.
 NamedValues read_values(const PickleNode& dict, const std::string& what,
-                        const std::string& except = {}) {
+                        const char* except = nullptr) {
   TORCH_CHECK_VALUE(dict.kind == Kind::kDict, "expected ", what, " to be a dict, got ",
                     describe(dict));
   NamedValues values;
@@ -110,7 +110,7 @@ NamedValues read_values(const PickleNode& dict, const std::string& what,
     TORCH_CHECK_VALUE(key.kind == Kind::kLeaf && key.value.isString(), "expected ", what,
                       " to have strings as keys, got ", describe(key));
     const auto& name = key.value.toStringRef();
-    if (name == except) continue;
+    if (except && name == except) continue;
     try {
       values.insert(name, detail::as_value(*dict.items[i + 1]));
     } catch (const c10::Error& error) {
@@ -236,7 +236,7 @@ void write_state_dict(const StateDict& dict, const std::string& path) {
     put("byteorder", kByteOrder, std::string_view(kByteOrder).size());
     for (size_t i = 0; i < pickle.storages().size(); ++i) {
       auto content = host_bytes(pickle.storages()[i]);
-      put("data/" + std::to_string(i), content.data_ptr(), content.nbytes());
+      put("data/" + std::to_string(i), content.const_data_ptr(), content.nbytes());
     }
     records.writeEndOfFile();
   }
