@@ -36,6 +36,7 @@ constexpr char kSetItem = 's';
 constexpr char kSetItems = 'u';
 constexpr char kGlobal = 'c';  // module and name, each ended by a newline
 constexpr char kReduce = 'R';
+constexpr char kBuild = 'b';
 constexpr char kBinPersId = 'Q';
 constexpr char kBinPut = 'q';      // uint8
 constexpr char kLongBinPut = 'r';  // uint32

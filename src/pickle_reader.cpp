@@ -104,6 +104,7 @@ class PickleReader {
   void global();
   void storage();
   void reduce();
+  void build();
   PickleNodePtr tensor(const PickleNode& args);
 
   std::string_view bytes_;
@@ -275,6 +276,12 @@ void PickleReader::reduce() {
   }
 }
 
+// Attributes of a dict, which torch.nn leaves on a module's; nothing here reads them.
+void PickleReader::build() {
+  pop();
+  TORCH_CHECK_VALUE(top()->kind == Kind::kDict, "attributes of ", describe(*top()));
+}
+
 bool PickleReader::step() {
   auto code = take(1)[0];
   switch (code) {
@@ -353,6 +360,9 @@ bool PickleReader::step() {
       break;
     case op::kReduce:
       reduce();
+      break;
+    case op::kBuild:
+      build();
       break;
     case op::kBinPersId:
       storage();

@@ -6,6 +6,9 @@
 
 #include <bit>
 #include <filesystem>
+#include <memory>
+#include <optional>
+#include <string_view>
 
 #include "pickle.h"
 #include "replacing_file.h"
@@ -98,7 +101,7 @@ PickleNode& entry(const PickleNode& dict, const std::string& key, const char* wh
 
 // Every key but `except`.
 NamedValues read_values(const PickleNode& dict, const std::string& what,
-                        const std::string& except = {}) {
+                        const char* except = nullptr) {
   TORCH_CHECK_VALUE(dict.kind == Kind::kDict, "expected ", what, " to be a dict, got ",
                     describe(dict));
   NamedValues values;
@@ -107,7 +110,7 @@ NamedValues read_values(const PickleNode& dict, const std::string& what,
     TORCH_CHECK_VALUE(key.kind == Kind::kLeaf && key.value.isString(), "expected ", what,
                       " to have strings as keys, got ", describe(key));
     const auto& name = key.value.toStringRef();
-    if (name == except) continue;
+    if (except && name == except) continue;
     try {
       values.insert(name, detail::as_value(*dict.items[i + 1]));
     } catch (const c10::Error& error) {
@@ -177,9 +180,19 @@ std::string_view text(const c10::Storage& storage) {
   return {static_cast<const char*>(storage.data()), storage.nbytes()};
 }
 
+std::unique_ptr<PyTorchStreamReader> open_zip(const std::string& path) {
+  try {
+    return std::make_unique<PyTorchStreamReader>(path);
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(false, "no zip file as torch.save writes it, or a damaged one");
+  }
+}
+
 StateDict read_file(const std::string& path, size_t file_size) {
-  PyTorchStreamReader file(path);
+  auto opened = open_zip(path);
+  auto& file = *opened;
   TORCH_CHECK_VALUE(file.hasRecord("data.pkl"), "a zip file that torch.save did not make");
+  TORCH_CHECK_VALUE(!file.hasRecord("constants.pkl"), "a TorchScript module");
   if (file.hasRecord("byteorder")) {
     auto order = read_record(file, "byteorder", file_size);
     TORCH_CHECK_VALUE(text(order) == kByteOrder, "numbers that are ", text(order), "-endian");
@@ -223,7 +236,7 @@ void write_state_dict(const StateDict& dict, const std::string& path) {
     put("byteorder", kByteOrder, std::string_view(kByteOrder).size());
     for (size_t i = 0; i < pickle.storages().size(); ++i) {
       auto content = host_bytes(pickle.storages()[i]);
-      put("data/" + std::to_string(i), content.data_ptr(), content.nbytes());
+      put("data/" + std::to_string(i), content.const_data_ptr(), content.nbytes());
     }
     records.writeEndOfFile();
   }
