@@ -1,4 +1,4 @@
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/Context.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -6,7 +6,7 @@
 
 namespace shardstep::detail {
 
-bool nccl_is_usable() { return at::cuda::is_available(); }
+bool nccl_is_usable() { return at::hasCUDA(); }
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,

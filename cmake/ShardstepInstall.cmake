@@ -1,0 +1,17 @@
+# find_package(shardstep) for others: library, headers, exported target, version.
+
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/shardstep)
+install(TARGETS shardstep EXPORT shardstepTargets)
+install(DIRECTORY include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
+install(EXPORT shardstepTargets NAMESPACE shardstep:: DESTINATION ${package_dir})
+configure_package_config_file(cmake/shardstepConfig.cmake.in shardstepConfig.cmake
+  INSTALL_DESTINATION ${package_dir} NO_SET_AND_CHECK_MACRO)
+# Before 1.0, a new minor version may change the API.
+write_basic_package_version_file(shardstepConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES
+  ${CMAKE_CURRENT_BINARY_DIR}/shardstepConfig.cmake
+  ${CMAKE_CURRENT_BINARY_DIR}/shardstepConfigVersion.cmake
+  DESTINATION ${package_dir})

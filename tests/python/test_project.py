@@ -1,0 +1,69 @@
+"""Checks of the project as a whole: version, commands, installed tree."""
+
+import ctypes
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (libshardstep needs libtorch, which this loads)
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path(os.environ.get("SHARDSTEP_BUILD_DIR", ROOT / "build"))
+
+
+def headers(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prefix")
+    command = ["cmake", "--install", str(BUILD), "--prefix", str(path)]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    return path
+
+
+def test_library_reports_the_version_of_the_file(prefix: Path) -> None:
+    library = ctypes.CDLL(str(prefix / "lib" / "libshardstep.so"))
+    version = library["_ZN9shardstep7versionEv"]
+    version.restype = ctypes.c_char_p
+    assert version().decode() == (ROOT / "VERSION").read_text().strip()
+
+
+def test_installed_headers_are_those_of_include(prefix: Path) -> None:
+    installed = headers(prefix / "include")
+    assert installed == headers(ROOT / "include")
+    assert "shardstep/process_group.h" in installed
+
+
+def test_library_shows_only_its_own_names(prefix: Path) -> None:
+    command = ["nm", "-DC", "--defined-only", str(prefix / "lib" / "libshardstep.so")]
+    names = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+    assert "shardstep::init_process_group" in names
+    assert "launch_environment" not in names
+
+
+def test_changelog_knows_the_version() -> None:
+    version = (ROOT / "VERSION").read_text().strip()
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+def test_ci_runs_the_tests_and_the_format_checks() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    commands = [line for line in script.read_text().splitlines() if line.startswith("make ")]
+    assert sorted(commands) == ["make check-format", "make test"]
+
+
+def test_contributing_fits_a_screen() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 40
+
+
+def test_every_make_target_is_described() -> None:
+    text = subprocess.run(
+        ["make", "help"], cwd=ROOT, check=True, timeout=60, capture_output=True, text=True
+    ).stdout
+    described = {line.split()[0] for line in text.splitlines()}
+    assert {"demo", "test", "format", "check-format", "install", "clean", "help"} <= described
