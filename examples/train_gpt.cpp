@@ -5,16 +5,19 @@
 #include <torch/torch.h>
 
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "gpt/launch.h"
+#include "gpt/memory.h"
 #include "gpt/model.h"
 #include "gpt/options.h"
 #include "gpt/progress.h"
+#include "gpt/schedule.h"
 #include "gpt/standin.h"
 #include "gpt/text.h"
 
@@ -51,73 +54,40 @@ shardstep::LocalOptimizer local_optimizer(const Options& options) {
   return local_optimizer(RMSpropOptions(lr(5e-4)));
 }
 
-// The learning rate rises over the first twentieth of the steps, then falls to a tenth.
-class WarmUpAndDecay : public torch::optim::LRScheduler {
- public:
-  WarmUpAndDecay(torch::optim::Optimizer& optimizer, int64_t steps)
-      : LRScheduler(optimizer), peaks_(get_current_lrs()), steps_(static_cast<double>(steps)) {}
-
- private:
-  std::vector<double> get_lrs() override {
-    const double done = step_count_ / steps_;
-    const double factor = std::min((step_count_ + 1) / (0.05 * steps_), 1 - 0.9 * done);
-    auto lrs = peaks_;
-    for (auto& lr : lrs) lr *= factor;
-    return lrs;
-  }
-
-  std::vector<double> peaks_;
-  double steps_;
-};
-
 shardstep::Sharding sharding(const Options& options) {
   return options.sharding == "element" ? shardstep::Sharding::kElement
                                        : shardstep::Sharding::kParameter;
 }
 
-// Every rank's memory. Collective.
-std::vector<gpt::Memory> gather_memory(const gpt::Memory& mine, c10d::ProcessGroup& group) {
-  auto row = torch::tensor({mine.optimizer_state, mine.parameters, mine.gradients, mine.peak});
-  std::vector<at::Tensor> inputs{row};
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < group.getSize(); ++rank) outputs[0].push_back(torch::empty_like(row));
-  group.allgather(outputs, inputs)->wait();
-  std::vector<gpt::Memory> all;
-  for (const auto& output : outputs[0]) {
-    auto value = output.accessor<int64_t, 1>();
-    all.push_back({value[0], value[1], value[2], value[3]});
-  }
-  return all;
-}
-
-gpt::Memory memory_of(const torch::nn::Module& model, int64_t optimizer_state) {
-  gpt::Memory memory{.optimizer_state = optimizer_state, .peak = gpt::peak_memory()};
-  for (const auto& parameter : model.parameters()) {
-    memory.parameters += static_cast<int64_t>(parameter.nbytes());
-    if (parameter.grad().defined()) {
-      memory.gradients += static_cast<int64_t>(parameter.grad().nbytes());
-    }
-  }
-  return memory;
-}
-
-// Not measured: two moments an element for Adam and AdamW, one for the others.
-gpt::Memory replicated_memory(const Options& options, const gpt::Memory& rank) {
-  const bool two = options.optimizer == "adam" || options.optimizer == "adamw";
-  return {.optimizer_state = (two ? 2 : 1) * rank.parameters,
-          .parameters = rank.parameters,
-          .gradients = rank.gradients};
+void print_header(const gpt::Gpt& model, const gpt::Text& text, const Options& options, int ranks) {
+  int64_t elements = 0;
+  for (const auto& parameter : model->parameters()) elements += parameter.numel();
+  std::cout << elements << " parameters, " << text.tokens().numel() << " characters of text, "
+            << options.optimizer << " sharded by " << options.sharding << " over " << ranks
+            << (ranks == 1 ? " rank" : " ranks") << std::endl;
 }
 
 void print_sample(gpt::Gpt& model, const gpt::Text& text, const Options& options) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed);
   auto sample = model->generate(text.tokens().narrow(0, 0, 1), 300, generator, 0.7);
-  std::printf("\nA sample of what the model writes now:\n\n%s\n", text.decode(sample).c_str());
+  std::cout << "\nA sample of what the model writes now:\n\n" << text.decode(sample) << "\n";
+}
+
+void check_world(const Options& options, int world_size) {
+  if (options.batch % world_size != 0) {
+    throw gpt::UsageError("--batch: expected a multiple of the " + std::to_string(world_size) +
+                          " ranks, got '" + std::to_string(options.batch) + "'");
+  }
+  if (options.ranks && *options.ranks != world_size) {
+    throw gpt::UsageError("--ranks: expected what the launcher started, " +
+                          std::to_string(world_size) + ", got '" + std::to_string(*options.ranks) +
+                          "'");
+  }
 }
 
 void train(const Options& options, const gpt::Text& text) {
   auto group = shardstep::init_process_group();
-  const bool first = group->getRank() == 0;
+  check_world(options, group->getSize());
 
   torch::manual_seed(options.seed);
   gpt::Gpt model(gpt::GptOptions{.vocabulary_size = text.vocabulary_size(),
@@ -128,24 +98,18 @@ void train(const Options& options, const gpt::Text& text) {
   shardstep::ZeroRedundancyOptimizer optimizer(
       model->parameters(), local_optimizer(options),
       shardstep::ZeroOptions().process_group(group).sharding(sharding(options)));
-  WarmUpAndDecay schedule(optimizer, options.steps);
+  gpt::WarmUpAndDecay schedule(optimizer, options.steps);
   gpt::BatchSampler batches(text, options.context, options.batch, options.seed, group->getRank(),
                             group->getSize());
 
-  std::optional<gpt::Progress> progress;
-  std::ofstream log;
-  if (first) {
-    int64_t elements = 0;
-    for (const auto& parameter : model->parameters()) elements += parameter.numel();
-    std::printf("%lld parameters, %lld characters of text, %s sharded by %s over %d ranks\n",
-                static_cast<long long>(elements), static_cast<long long>(text.tokens().numel()),
-                options.optimizer.c_str(), options.sharding.c_str(), group->getSize());
-    progress.emplace(options.steps, options.batch * options.context);
-    if (!options.log.empty()) (log = std::ofstream(options.log)) << "step,loss\n";
-    log.precision(9);
+  std::optional<gpt::Progress> progress;  // rank 0 speaks for all
+  if (group->getRank() == 0) {
+    print_header(model, text, options, group->getSize());
+    progress.emplace(options.steps, options.batch * options.context, options.log);
   }
 
-  for (int64_t step = 1; step <= options.steps; ++step) {
+  bool stopped = false;
+  for (int64_t step = 1; step <= options.steps && !stopped; ++step) {
     auto [input, target] = batches.next();
     schedule.step();
     optimizer.zero_grad();
@@ -158,36 +122,19 @@ void train(const Options& options, const gpt::Text& text) {
     // The interrupt travels with the loss, so that all ranks stop after the same step.
     auto status = torch::tensor({loss.item<double>(), interrupted ? 1.0 : 0.0}, torch::kFloat64);
     average(status, *group);
-    if (first) {
-      progress->update(step, status[0].item<double>());
-      log << step << ',' << status[0].item<double>() << std::endl;
-    }
-    if (status[1].item<double>() > 0) break;
+    if (progress) progress->update(step, status[0].item<double>());
+    stopped = status[1].item<double>() > 0;
   }
   progress.reset();
-
-  auto mine = memory_of(*model, optimizer.local_state_bytes());
-  auto memory = gather_memory(mine, *group);
-  if (!first) return;
-  if (interrupted) {
-    std::printf("\nInterrupted.\n");
+  auto memory = gpt::gather_memory(*model, optimizer.local_state_bytes(), *group);
+  if (group->getRank() != 0) return;
+  if (stopped) {
+    std::cout << "\nInterrupted.\n";
   } else {
     print_sample(model, text, options);
   }
-  std::printf("\n%s", gpt::memory_table(memory, replicated_memory(options, mine)).c_str());
-}
-
-// REQUIRES: world_size > 0.
-void check_world(const Options& options, int world_size) {
-  if (options.batch % world_size != 0) {
-    throw gpt::UsageError("--batch: expected a multiple of the " + std::to_string(world_size) +
-                          " ranks, got '" + std::to_string(options.batch) + "'");
-  }
-  if (options.ranks && *options.ranks != world_size) {
-    throw gpt::UsageError("--ranks: expected what the launcher started, " +
-                          std::to_string(world_size) + ", got '" + std::to_string(*options.ranks) +
-                          "'");
-  }
+  auto replicated = gpt::replicated_memory(*model, options.optimizer);
+  std::cout << "\n" << gpt::memory_table(memory, replicated);
 }
 
 void check_log(const Options& options) {
@@ -205,12 +152,12 @@ int run(int argc, char** argv) {
   }
   if (options.text.empty()) options.text = TRAIN_GPT_TEXT;
   const gpt::Text text(options.text, options.context);
-  const auto launched = gpt::launched_world_size();
-  const int world_size = launched.value_or(options.ranks.value_or(2));
-  if (world_size > 0) check_world(options, world_size);
   check_log(options);
-
-  if (!launched && world_size > 1) return gpt::launch_ranks(world_size, argv);
+  const int ranks = options.ranks.value_or(2);
+  if (!gpt::started_by_launcher() && ranks > 1) {
+    check_world(options, ranks);
+    return gpt::launch_ranks(ranks, argv);
+  }
   if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(1);
   std::signal(SIGINT, [](int) { interrupted = 1; });
   train(options, text);
@@ -223,12 +170,12 @@ int main(int argc, char** argv) {
   try {
     return run(argc, argv);
   } catch (const gpt::UsageError& error) {
-    std::fprintf(stderr, "train_gpt: %s\n", error.what());
+    std::cerr << "train_gpt: " << error.what() << "\n";
     return 2;
   } catch (const c10::Error& error) {
-    std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
+    std::cerr << "train_gpt: " << error.what_without_backtrace() << "\n";
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "train_gpt: %s\n", error.what());
+    std::cerr << "train_gpt: " << error.what() << "\n";
   }
   return 1;
 }

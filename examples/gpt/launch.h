@@ -3,12 +3,10 @@
 // Starts the ranks of a program that no launcher started: copies of itself with the environment
 // that torchrun would have given them. Single-threaded: call it before torch makes threads.
 
-#include <optional>
-
 namespace gpt {
 
-// How many ranks the launcher that started this process has; nothing when there was none.
-std::optional<int> launched_world_size();
+// Whether torchrun, mpirun, srun or launch_ranks started this process.
+bool started_by_launcher();
 
 // Runs `ranks` copies of this program and waits for them. SIGINT and SIGTERM go on to them. When
 // one fails the others are killed. Returns the exit code for main: 0 if every rank returned 0.

@@ -2,8 +2,8 @@
 
 #include <getopt.h>
 
+#include <algorithm>
 #include <charconv>
-#include <cstring>
 #include <functional>
 #include <iomanip>
 #include <limits>
@@ -137,8 +137,8 @@ Options parse_options(int argc, char** argv) {
 std::string usage() {
   std::ostringstream out;
   out << "Trains a small character-level transformer with a sharded optimizer.\n\n"
-         "  train_gpt [options]                                         starts its own ranks\n"
-         "  torchrun --no-python --nproc-per-node 2 train_gpt [options] uses torchrun's\n\n";
+         "  train_gpt [options]                                            starts its own ranks\n"
+         "  torchrun --no-python --nproc-per-node 2 -- train_gpt [options] uses torchrun's\n\n";
   for (const auto& entry : all_options()) {
     std::string left = "--" + entry.name + (entry.value.empty() ? "" : " " + entry.value);
     out << "  " << std::left << std::setw(18) << left << entry.help << "\n";

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
-#include <fstream>
+#include <limits>
 
 namespace gpt {
 namespace {
@@ -33,8 +33,13 @@ std::string clock_time(double seconds) {
 
 }  // namespace
 
-Progress::Progress(int64_t steps, int64_t tokens_per_step)
-    : steps_(steps), tokens_per_step_(tokens_per_step), terminal_(::isatty(STDOUT_FILENO) == 1) {}
+Progress::Progress(int64_t steps, int64_t tokens_per_step, const std::string& log)
+    : steps_(steps), tokens_per_step_(tokens_per_step), terminal_(::isatty(STDOUT_FILENO) == 1) {
+  if (log.empty()) return;
+  log_.open(log);
+  log_.precision(std::numeric_limits<float>::max_digits10);
+  log_ << "step,loss" << std::endl;
+}
 
 Progress::~Progress() {
   if (terminal_ && drawn_) std::printf("\n");
@@ -43,6 +48,7 @@ Progress::~Progress() {
 
 void Progress::update(int64_t step, double loss) {
   using namespace std::chrono_literals;
+  if (log_.is_open()) log_ << step << ',' << loss << std::endl;
   const bool edge = step == 1 || step == steps_;
   if (terminal_) {
     if (!edge && Clock::now() - last_draw_ < 100ms) return;
@@ -73,39 +79,6 @@ void Progress::draw_bar(int64_t step, const std::string& numbers) {
   std::printf("\r%s%s\033[K", bar.c_str(), numbers.c_str());
   drawn_ = true;
   last_draw_ = Clock::now();
-}
-
-std::string human_bytes(int64_t bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  double value = static_cast<double>(bytes);
-  int unit = 0;
-  for (; value >= 1024 && unit < 4; ++unit) value /= 1024;
-  return unit == 0 ? format("%lld B", static_cast<long long>(bytes))
-                   : format("%.1f %s", value, units[unit]);
-}
-
-std::string memory_table(const std::vector<Memory>& ranks, const Memory& replicated) {
-  auto line = [](const std::string& name, const Memory& memory) {
-    return format("%-22s %16s %12s %12s %12s\n", name.c_str(),
-                  human_bytes(memory.optimizer_state).c_str(),
-                  human_bytes(memory.parameters).c_str(), human_bytes(memory.gradients).c_str(),
-                  memory.peak > 0 ? human_bytes(memory.peak).c_str() : "-");
-  };
-  std::string table = format("%-22s %16s %12s %12s %12s\n", "memory", "optimizer state",
-                             "parameters", "gradients", "process peak");
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    table += line("rank " + std::to_string(rank), ranks[rank]);
-  }
-  return table + line("replicated (computed)", replicated);
-}
-
-int64_t peak_memory() {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;) {
-    int64_t kibibytes = 0;
-    if (word == "VmHWM:" && status >> kibibytes) return kibibytes * 1024;
-  }
-  return 0;
 }
 
 }  // namespace gpt
