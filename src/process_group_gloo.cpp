@@ -1,5 +1,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <cstdlib>
+
 #include "process_group_backends.h"
 
 namespace shardstep::detail {

@@ -1,5 +1,6 @@
 #include "test_support.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <condition_variable>
@@ -45,23 +46,36 @@ void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>
                std::chrono::seconds limit, std::chrono::milliseconds timeout) {
   Watchdog watchdog(limit);
   auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::exception_ptr> errors(world_size);
+  store->setTimeout(timeout);
+  std::mutex mutex;
+  std::exception_ptr first_error;
+  auto report = [&](int rank, const char* what) {
+    std::lock_guard lock(mutex);
+    std::fprintf(stderr, "rank %d of %d let an exception through: %s\n", rank, world_size, what);
+    if (!first_error) first_error = std::current_exception();
+  };
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank) {
     threads.emplace_back([&, rank] {
+      // Dies after the report, so that its error precedes those of the ranks that then see a closed
+      // connection.
+      ProcessGroupPtr group;
       try {
         at::set_num_threads(1);
-        body(make_process_group(store, rank, world_size,
-                                ProcessGroupOptions().backend("gloo").timeout(timeout)));
+        group = make_process_group(store, rank, world_size,
+                                   ProcessGroupOptions().backend("gloo").timeout(timeout));
+        body(group);
+      } catch (const std::exception& error) {
+        report(rank, error.what());
       } catch (...) {
-        errors[rank] = std::current_exception();
+        report(rank, "not a std::exception");
       }
     });
   }
   for (auto& thread : threads) thread.join();
-  for (auto& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
+  if (first_error) std::rethrow_exception(first_error);
 }
+
+at::Generator generator(uint64_t seed) { return at::make_generator<at::CPUGeneratorImpl>(seed); }
 
 }  // namespace shardstep::test

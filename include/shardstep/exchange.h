@@ -1,0 +1,77 @@
+#pragma once
+
+// Moves parts between the ranks of a group; knows nothing of what the bytes mean. Sums are taken in
+// rank order where the exchange is ours (pairwise), so they are the same on every run.
+// Every call is collective and returns at once; `Pending::wait` finishes it. Ranks make the same
+// calls for each tag in the same order; calls with different tags may come in any order.
+// Thread safety: one thread at a time an exchange.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shardstep/bucket.h"
+#include "shardstep/export.h"
+#include "shardstep/process_group.h"
+
+namespace shardstep {
+
+enum class ExchangeKind {
+  kAuto,      // pairwise on Gloo, native elsewhere
+  kNative,    // c10d's collectives
+  kPairwise,  // a message between every two ranks
+};
+
+// Communication under way. It keeps the tensors alive; dropping it does not wait.
+class SHARDSTEP_API Pending {
+ public:
+  virtual ~Pending() = default;
+  // Returns when everything has arrived; throws, naming what it waited for, when the transport
+  // fails or the group's timeout passes. Call it once.
+  virtual void wait() = 0;
+};
+
+// What this rank has moved so far.
+struct Traffic {
+  int64_t bytes_sent = 0;
+  int64_t bytes_received = 0;
+};
+
+class SHARDSTEP_API Exchange {
+ public:
+  // `channel` keeps the messages of exchanges that share a group apart; the ranks agree on it.
+  Exchange(ProcessGroupPtr group, int64_t channel);
+  virtual ~Exchange() = default;
+
+  // parts[r] of rank r reach every rank.
+  virtual std::unique_ptr<Pending> all_gather(const Parts& parts, int tag) = 0;
+
+  // parts[r] of all ranks are added up on rank r, in its parts[r].
+  virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag) = 0;
+
+  // `own` of every rank reaches rank `to`, in into[r]. REQUIRES: `into` fits on `to`; it is not
+  // looked at elsewhere, nor is into[to].
+  std::unique_ptr<Pending> gather(const std::vector<at::Tensor>& own, const Parts& into, int to,
+                                  int tag);
+
+  virtual const char* name() const = 0;
+  const Traffic& traffic() const { return traffic_; }
+
+ protected:
+  int rank() const { return group_->getRank(); }
+  int world_size() const { return group_->getSize(); }
+  int message_tag(int tag) const;
+
+  ProcessGroupPtr group_;
+  Traffic traffic_;
+
+ private:
+  int64_t channel_;
+};
+
+// REQUIRES: the group has more than one rank.
+SHARDSTEP_API std::unique_ptr<Exchange> make_exchange(ExchangeKind kind,
+                                                      const ProcessGroupPtr& group,
+                                                      at::Device device, int64_t channel);
+
+}  // namespace shardstep

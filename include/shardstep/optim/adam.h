@@ -1,0 +1,21 @@
+#pragma once
+
+// Adam on ATen's fused kernel: torch::optim::Adam with the same options, state and results (one
+// float ulp a step), in one pass over memory. Parameters that the kernel does not take (sparse,
+// complex, strided in gaps, a device without one) are stepped by torch::optim::Adam, on the same
+// state. Like every torch optimizer, not safe for concurrent use. Nothing here is collective.
+
+#include <torch/optim/adam.h>
+
+#include "shardstep/export.h"
+
+namespace shardstep::optim {
+
+class SHARDSTEP_API Adam : public torch::optim::Adam {
+ public:
+  using torch::optim::Adam::Adam;
+
+  torch::Tensor step(LossClosure closure = nullptr) override;
+};
+
+}  // namespace shardstep::optim

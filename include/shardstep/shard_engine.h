@@ -1,0 +1,118 @@
+#pragma once
+
+// Partition, buckets and exchange composed: which tensors the local optimizer of this rank runs on,
+// and how updated parameters and optimizer state travel. It does not know which optimizer runs.
+// Between before_step and after_step the local optimizer updates local_params; after_step returns
+// with the same parameters on every rank. Ranks call the collective functions in the same order.
+// Thread safety: one thread at a time. Destruction does not communicate.
+
+#include <exception>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shardstep/bucket.h"
+#include "shardstep/exchange.h"
+#include "shardstep/export.h"
+#include "shardstep/partition.h"
+#include "shardstep/process_group.h"
+
+namespace shardstep {
+
+struct EngineOptions {
+  Sharding sharding = Sharding::kParameter;
+  BucketStorage storage = BucketStorage::kInPlace;
+  ExchangeKind exchange = ExchangeKind::kAuto;
+  int64_t bucket_cap_bytes = 0;  // 0: one bucket a dtype and device
+};
+
+// Parameters and, in words, everything else that ranks must agree on about them.
+struct EngineGroup {
+  std::vector<at::Tensor> params;
+  std::string description;
+};
+
+// What the local optimizer updates: the parameter itself, or a 1-D view of some of its elements
+// whose gradient before_step sets.
+struct LocalParam {
+  int64_t index = 0;  // of the parameter, across groups
+  Range elements;     // of the parameter, in memory order
+  at::Tensor tensor;
+};
+
+// A value of a parameter's optimizer state: a tensor, or bytes that only the caller understands.
+struct StateValue {
+  std::string name;
+  at::Tensor tensor;
+  std::string bytes;
+};
+using ParamState = std::vector<StateValue>;
+// By parameter index across groups.
+using EngineState = std::map<int64_t, ParamState>;
+
+class SHARDSTEP_API ShardEngine {
+ public:
+  ShardEngine(ProcessGroupPtr group, EngineOptions options);
+
+  // Adds param groups, on top of those there are. `error` is what kept the caller from making them,
+  // if anything: it is thrown here, after the other ranks know. If this throws, nothing changed.
+  // Collective.
+  void add_groups(const std::vector<EngineGroup>& groups,
+                  const std::exception_ptr& error = nullptr);
+
+  size_t group_count() const { return partition_.group_count(); }
+  // What this rank owns of a group.
+  const std::vector<LocalParam>& local_params(size_t group) const { return local_[group]; }
+  // Parameter by index across groups.
+  const at::Tensor& param(int64_t index) const { return params_[index]; }
+  int64_t param_count() const { return partition_.param_count(); }
+  const Partition& partition() const { return partition_; }
+  const std::vector<Bucket>& buckets() const { return buckets_; }
+
+  // Hands gradients to the local parameters. Call it when the gradients are final.
+  void before_step();
+  // Sends what this rank owns to every other and receives the rest. Collective.
+  void after_step();
+
+  // The state of all ranks on rank `to`, whole and on the CPU; empty elsewhere. Tensors go to `to`
+  // alone, a bucket at a time. Collective.
+  EngineState gather_state(const EngineState& local, int to);
+  // This rank's share of a whole state, copied to the parameters' devices and dtypes.
+  EngineState cut_state(const EngineState& whole) const;
+
+  const ProcessGroupPtr& process_group() const { return group_; }
+  int rank() const { return group_->getRank(); }
+  int world_size() const { return group_->getSize(); }
+  const EngineOptions& options() const { return options_; }
+  // What went over the wire so far; nothing in a group of one.
+  Traffic traffic() const { return exchange_ ? exchange_->traffic() : Traffic{}; }
+  // "native", "pairwise", or "none" in a group of one.
+  const char* exchange_name() const { return exchange_ ? exchange_->name() : "none"; }
+
+ private:
+  struct Place {
+    size_t bucket;
+    size_t slot;
+  };
+  int64_t kind_of(const at::Tensor& param);
+  void build_new_buckets();
+  void add_local_params(size_t group);
+  void follow_params();
+  std::vector<const Slice*> owned_slices(int rank) const;
+
+  ProcessGroupPtr group_;
+  EngineOptions options_;
+  Partition partition_;
+  std::unique_ptr<Exchange> exchange_;  // null in a group of one
+  std::vector<at::Tensor> params_;      // by index across groups
+  std::vector<std::string> kinds_;
+  std::vector<Bucket> buckets_;
+  std::vector<Place> places_;                   // by parameter
+  std::vector<std::vector<bool>> active_;       // by bucket and slot: what travels
+  std::vector<Parts> parts_;                    // by bucket
+  std::vector<bool> trainable_;                 // by parameter, when last looked at
+  std::vector<std::vector<LocalParam>> local_;  // by group
+};
+
+}  // namespace shardstep

@@ -1,0 +1,45 @@
+#pragma once
+
+// What Python's Optimizer.state_dict() holds, as a value, and the file that torch.save makes of it.
+// Tensors are handles: copying a StateDict does not copy their elements. Thread safety: as a value
+// type; writing one path from two threads leaves one of the two files, whole. Nothing here is
+// collective.
+
+#include <ATen/core/ivalue.h>
+#include <torch/ordered_dict.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "shardstep/export.h"
+
+namespace shardstep {
+
+// Values by name, in order of insertion: tensors, ints, doubles, bools, strings, none, and tuples
+// or lists of these.
+using NamedValues = torch::OrderedDict<std::string, c10::IValue>;
+
+struct StateDict {
+  struct ParamGroup {
+    NamedValues options;
+    // Positions of the group's parameters, counted across groups.
+    std::vector<int64_t> params;
+  };
+  // By the parameter's position across groups; parameters that have no state are absent.
+  std::map<int64_t, NamedValues> state;
+  std::vector<ParamGroup> param_groups;
+};
+
+// Writes what Python's torch.save(optimizer.state_dict(), path) would; torch.load(path,
+// weights_only=True) reads it. The file at `path` is replaced at the end in one move: when this
+// throws, it is as it was. Storages are written whole and once, whatever number of tensors view
+// them.
+SHARDSTEP_API void write_state_dict(const StateDict& dict, const std::string& path);
+
+// Reads a file of write_state_dict or of Python's torch.save, with tensors on the CPU. Anything
+// else is a ValueError that names the file and what was found in it.
+SHARDSTEP_API StateDict read_state_dict(const std::string& path);
+
+}  // namespace shardstep

@@ -1,0 +1,227 @@
+#include "shardstep/shard_engine.h"
+
+#include <algorithm>
+
+#include "agreement.h"
+
+namespace shardstep {
+namespace {
+
+std::string describe(const at::Tensor& param) {
+  return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
+                  param.strides(), " on ", param.device().type(),
+                  param.requires_grad() ? "" : ", frozen");
+}
+
+void check_param(const at::Tensor& param, size_t index) {
+  TORCH_CHECK_VALUE(param.defined(), "shardstep: expected parameter ", index,
+                    " to be a tensor, got an undefined one");
+  TORCH_CHECK_VALUE(param.layout() == at::kStrided, "shardstep: expected parameter ", index,
+                    " to be dense, got layout ", param.layout());
+  TORCH_CHECK_VALUE(is_dense(param), "shardstep: expected parameter ", index,
+                    " to lie in memory without gaps or overlap, got sizes ", param.sizes(),
+                    " and strides ", param.strides());
+}
+
+// Two tensors over the same memory would be updated twice and torn apart by flat storage.
+void check_no_overlap(const std::vector<at::Tensor>& params) {
+  struct Extent {
+    const char* begin;
+    const char* end;
+    size_t index;
+  };
+  std::vector<Extent> extents;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const auto* begin = static_cast<const char*>(params[i].const_data_ptr());
+    if (params[i].numel() > 0) extents.push_back({begin, begin + params[i].nbytes(), i});
+  }
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < extents.size(); ++i) {
+    TORCH_CHECK_VALUE(!params[extents[i - 1].index].is_same(params[extents[i].index]),
+                      "shardstep: expected every parameter once, got one as parameters ",
+                      extents[i - 1].index, " and ", extents[i].index);
+    TORCH_CHECK_VALUE(extents[i - 1].end <= extents[i].begin || extents[i].begin == nullptr,
+                      "shardstep: expected parameters with memory of their own, got parameters ",
+                      extents[i - 1].index, " and ", extents[i].index,
+                      " that share some; to tie weights, use one tensor in both places");
+  }
+}
+
+void check_one_dtype(const std::vector<at::Tensor>& params) {
+  for (const auto& param : params) {
+    TORCH_CHECK_VALUE(
+        param.scalar_type() == params.front().scalar_type(),
+        "shardstep: expected parameters of one dtype when sharding by parameter, got ",
+        params.front().scalar_type(), " and ", param.scalar_type(),
+        "; sharding by element takes any mix");
+  }
+}
+
+}  // namespace
+
+ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
+    : group_(std::move(group)),
+      options_(options),
+      partition_(options.sharding, group_->getSize(), options.bucket_cap_bytes) {}
+
+int64_t ShardEngine::kind_of(const at::Tensor& param) {
+  // Frozen parameters keep to themselves, so that the trainable ones are cut evenly.
+  const auto key = c10::str(param.scalar_type(), param.device(), param.requires_grad());
+  const auto found = std::find(kinds_.begin(), kinds_.end(), key);
+  if (found == kinds_.end()) {
+    kinds_.push_back(key);
+    return static_cast<int64_t>(kinds_.size()) - 1;
+  }
+  return found - kinds_.begin();
+}
+
+void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
+                             const std::exception_ptr& error) {
+  auto failure = error;
+  std::vector<at::Tensor> all = params_;
+  std::vector<std::string> lines;
+  if (!failure) {
+    try {
+      lines.push_back(c10::str(
+          "sharding by ", options_.sharding == Sharding::kElement ? "element" : "parameter",
+          ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
+          static_cast<int>(options_.exchange), ", bucket cap ", options_.bucket_cap_bytes));
+      for (size_t g = 0; g < groups.size(); ++g) {
+        const size_t index = group_count() + g;
+        lines.push_back(c10::str("group ", index, ": ", groups[g].description));
+        for (size_t i = 0; i < groups[g].params.size(); ++i) {
+          const auto& param = groups[g].params[i];
+          check_param(param, all.size());
+          lines.push_back(c10::str("parameter ", i, " of group ", index, ": ", describe(param)));
+          all.push_back(param);
+        }
+      }
+      TORCH_CHECK_VALUE(!all.empty(), "shardstep: expected parameters to optimize, got none");
+      if (options_.sharding == Sharding::kParameter) check_one_dtype(all);
+      check_no_overlap(all);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  const int64_t channel = detail::agree(group_, lines, failure);
+  if (!exchange_ && world_size() > 1) {
+    exchange_ = make_exchange(options_.exchange, group_, all.front().device(), channel);
+  }
+
+  std::vector<std::vector<ParamSpec>> specs;
+  for (const auto& group : groups) {
+    auto& spec = specs.emplace_back();
+    for (const auto& param : group.params) {
+      spec.push_back({param.numel(), param.element_size(), kind_of(param)});
+      trainable_.push_back(param.requires_grad());
+    }
+  }
+  params_ = std::move(all);
+  partition_.add_groups(specs);
+  build_new_buckets();
+  for (size_t group = local_.size(); group < group_count(); ++group) add_local_params(group);
+}
+
+void ShardEngine::build_new_buckets() {
+  places_.resize(params_.size());
+  for (size_t bucket = buckets_.size(); bucket < partition_.buckets().size(); ++bucket) {
+    const auto& layout = partition_.buckets()[bucket];
+    std::vector<at::Tensor> params;
+    for (const auto& slot : layout.slots) {
+      places_[slot.param] = {bucket, params.size()};
+      params.push_back(params_[slot.param]);
+    }
+    buckets_.emplace_back(layout, std::move(params), options_.storage);
+    active_.emplace_back();
+    parts_.emplace_back();
+  }
+}
+
+void ShardEngine::add_local_params(size_t group) {
+  auto& local = local_.emplace_back();
+  for (const auto& slice : partition_.owned(rank(), group)) {
+    const auto& param = params_[slice.param];
+    if (options_.sharding == Sharding::kParameter) {
+      local.push_back({slice.param, slice.elements, param});
+    } else {
+      const auto [bucket, slot] = places_[slice.param];
+      auto view = buckets_[bucket].view(slot, slice.elements);
+      local.push_back({slice.param, slice.elements, view.set_requires_grad(param.requires_grad())});
+    }
+  }
+}
+
+// Parameters may have been given other memory, been frozen or unfrozen since the last step.
+void ShardEngine::follow_params() {
+  bool flipped = false;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    flipped = flipped || trainable_[i] != params_[i].requires_grad();
+    trainable_[i] = params_[i].requires_grad();
+  }
+  if (flipped) {
+    TORCH_WARN(
+        "shardstep: requires_grad of a parameter changed; the buckets are built again (rank ",
+        rank(), " of ", world_size(), ")");
+  }
+  std::vector<bool> moved;
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    moved.push_back(buckets_[b].refresh());
+    std::vector<bool> active;
+    for (const auto& param : buckets_[b].params()) {
+      // A frozen parameter that still has a gradient is updated, as by any optimizer.
+      active.push_back(param.requires_grad() || param.grad().defined());
+    }
+    if (moved[b] || active != active_[b]) {
+      parts_[b] = buckets_[b].parts(active);
+      active_[b] = std::move(active);
+    }
+  }
+  if (options_.sharding == Sharding::kParameter) return;
+  for (auto& group : local_) {
+    for (auto& local : group) {
+      const auto [bucket, slot] = places_[local.index];
+      if (moved[bucket]) local.tensor.set_data(buckets_[bucket].view(slot, local.elements));
+      if (flipped) local.tensor.set_requires_grad(trainable_[local.index]);
+    }
+  }
+}
+
+void ShardEngine::before_step() {
+  follow_params();
+  if (options_.sharding == Sharding::kParameter) return;
+  for (auto& group : local_) {
+    for (auto& local : group) {
+      const auto& param = params_[local.index];
+      const auto& gradient = param.grad();
+      if (!gradient.defined()) {
+        local.tensor.mutable_grad().reset();
+        continue;
+      }
+      TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
+                        "shardstep: expected a dense gradient for parameter ", local.index,
+                        ", got ", gradient.layout(), "; sharding by parameter takes it (rank ",
+                        rank(), " of ", world_size(), ")");
+      local.tensor.mutable_grad() = flat_view(in_order_of(param, gradient))
+                                        .narrow(0, local.elements.begin, local.elements.size());
+    }
+  }
+}
+
+void ShardEngine::after_step() {
+  if (options_.sharding == Sharding::kElement) {
+    // Else zero_grad would not free the gradients.
+    for (auto& group : local_) {
+      for (auto& local : group) local.tensor.mutable_grad().reset();
+    }
+  }
+  if (!exchange_) return;
+  at::NoGradGuard no_grad;
+  std::vector<std::unique_ptr<Pending>> pending;
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    pending.push_back(exchange_->all_gather(parts_[b], static_cast<int>(b)));
+  }
+  for (auto& bucket : pending) bucket->wait();
+}
+
+}  // namespace shardstep
