@@ -2,6 +2,7 @@
 // started, or on ranks it starts itself. Every rank keeps only its share of the optimizer's state.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <shardstep/shardstep.h>
 #include <torch/torch.h>
 
 #include <csignal>
@@ -10,6 +11,7 @@
 #include <iostream>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "gpt/launch.h"
@@ -18,7 +20,6 @@
 #include "gpt/options.h"
 #include "gpt/progress.h"
 #include "gpt/schedule.h"
-#include "gpt/standin.h"
 #include "gpt/text.h"
 
 namespace {
@@ -47,8 +48,9 @@ shardstep::LocalOptimizer local_optimizer(const Options& options) {
   using shardstep::local_optimizer;
   const auto& name = options.optimizer;
   const auto lr = [&](double suitable) { return options.lr.value_or(suitable); };
-  if (name == "adamw") return local_optimizer(AdamWOptions(lr(1e-3)));
-  if (name == "adam") return local_optimizer(AdamOptions(lr(1e-3)));
+  const auto betas = std::make_tuple(0.9, 0.95);  // short memory for a short run
+  if (name == "adamw") return local_optimizer(AdamWOptions(lr(2e-3)).betas(betas));
+  if (name == "adam") return local_optimizer(AdamOptions(lr(2e-3)).betas(betas));
   if (name == "sgd") return local_optimizer(SGDOptions(lr(0.1)).momentum(0.9));
   if (name == "adagrad") return local_optimizer(AdagradOptions(lr(1e-2)));
   return local_optimizer(RMSpropOptions(lr(5e-4)));
@@ -69,7 +71,7 @@ void print_header(const gpt::Gpt& model, const gpt::Text& text, const Options& o
 
 void print_sample(gpt::Gpt& model, const gpt::Text& text, const Options& options) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed);
-  auto sample = model->generate(text.tokens().narrow(0, 0, 1), 300, generator, 0.7);
+  auto sample = model->generate(text.tokens().narrow(0, 0, 1), 300, generator, 0.6);
   std::cout << "\nA sample of what the model writes now:\n\n" << text.decode(sample) << "\n";
 }
 

@@ -18,9 +18,9 @@ struct Options {
   int64_t layers = 4;
   int64_t width = 256;
   int64_t heads = 4;
-  int64_t context = 96;
-  int64_t batch = 16;
-  int64_t steps = 400;
+  int64_t context = 64;
+  int64_t batch = 8;
+  int64_t steps = 1000;
   std::optional<int> ranks;
   std::string optimizer = "adamw";
   std::optional<double> lr;

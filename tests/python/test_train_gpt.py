@@ -96,11 +96,21 @@ def one_process(tmp_path_factory):
 # The batches are the same. The sums are not taken in the same order: a rank takes the mean over its
 # rows, then the ranks' means are averaged. That is a few ulp a gradient, 1e-7, which AdamW may blow
 # up where a gradient is nearly zero, because it divides by the gradient's own size.
-@pytest.mark.parametrize("optimizer, tolerance", [("sgd", 1e-5), ("adamw", 1e-4)])
-@pytest.mark.parametrize("sharding", ["parameter", "element"])
-@pytest.mark.parametrize("ranks", [2, 4])
+TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
+
+
+@pytest.mark.parametrize(
+    "ranks, sharding, optimizer",
+    [
+        (2, "parameter", "sgd"),
+        (2, "parameter", "adamw"),
+        (2, "element", "sgd"),
+        (2, "element", "adamw"),
+        (4, "element", "adamw"),
+    ],
+)
 def test_losses_equal_those_of_one_process(
-    tmp_path, one_process, sharding, ranks, optimizer, tolerance
+    tmp_path, one_process, ranks, sharding, optimizer
 ):
     expected, _ = one_process[optimizer]
     losses, _ = run_to_losses(
@@ -114,7 +124,7 @@ def test_losses_equal_those_of_one_process(
         optimizer,
     )
     assert len(losses) == 30
-    assert losses == pytest.approx(expected, abs=tolerance)
+    assert losses == pytest.approx(expected, abs=TOLERANCE[optimizer])
 
 
 def test_loss_falls(one_process):
