@@ -13,11 +13,16 @@
 #include <sstream>
 #include <string_view>
 
+#include "shardstep/optim/adagrad.h"
+#include "shardstep/optim/adam.h"
+#include "shardstep/optim/adamw.h"
+#include "shardstep/optim/sgd.h"
+
 namespace shardstep {
 
 namespace {
 
-namespace optim = torch::optim;
+namespace torch_optim = torch::optim;
 
 // What schedulers and named parameters leave in a param group: no optimizer reads it.
 constexpr std::array<std::string_view, 8> kForeignKeys = {
@@ -177,13 +182,14 @@ LocalOptimizer named_optimizer(const std::string& name, const Options& defaults,
   auto local = detail::base_optimizer<Optimizer, Options>(defaults, name);
   auto options = std::make_shared<const Fields<Options>>(std::move(options_fields));
   auto state = std::make_shared<const Fields<ParamState>>(std::move(state_fields));
-  local.read_options = [name, options](const optim::OptimizerOptions& from) {
+  local.read_options = [name, options](const torch_optim::OptimizerOptions& from) {
     return read_fields(*options, detail::downcast<const Options>(from, name));
   };
-  local.write_options = [name, options](const NamedValues& values, optim::OptimizerOptions& to) {
+  local.write_options = [name, options](const NamedValues& values,
+                                        torch_optim::OptimizerOptions& to) {
     write_fields(*options, values, detail::downcast<Options>(to, name), name + "'s options");
   };
-  local.read_state = [name, state](const optim::OptimizerParamState& from) {
+  local.read_state = [name, state](const torch_optim::OptimizerParamState& from) {
     return read_fields(*state, detail::downcast<const ParamState>(from, name));
   };
   local.write_state = [name, state](const NamedValues& values) {
@@ -219,21 +225,21 @@ Fields<State> adam_state() {
 
 }  // namespace
 
-LocalOptimizer local_optimizer(const optim::AdamOptions& defaults) {
-  return named_optimizer<optim::Adam, optim::AdamParamState>(
-      "Adam", defaults, adam_options<optim::AdamOptions>(false),
-      adam_state<optim::AdamParamState>());
+LocalOptimizer local_optimizer(const torch_optim::AdamOptions& defaults) {
+  return named_optimizer<optim::Adam, torch_optim::AdamParamState>(
+      "Adam", defaults, adam_options<torch_optim::AdamOptions>(false),
+      adam_state<torch_optim::AdamParamState>());
 }
 
-LocalOptimizer local_optimizer(const optim::AdamWOptions& defaults) {
-  return named_optimizer<optim::AdamW, optim::AdamWParamState>(
-      "AdamW", defaults, adam_options<optim::AdamWOptions>(true),
-      adam_state<optim::AdamWParamState>());
+LocalOptimizer local_optimizer(const torch_optim::AdamWOptions& defaults) {
+  return named_optimizer<optim::AdamW, torch_optim::AdamWParamState>(
+      "AdamW", defaults, adam_options<torch_optim::AdamWOptions>(true),
+      adam_state<torch_optim::AdamWParamState>());
 }
 
-LocalOptimizer local_optimizer(const optim::SGDOptions& defaults) {
-  using Options = optim::SGDOptions;
-  using State = optim::SGDParamState;
+LocalOptimizer local_optimizer(const torch_optim::SGDOptions& defaults) {
+  using Options = torch_optim::SGDOptions;
+  using State = torch_optim::SGDParamState;
   return named_optimizer<optim::SGD, State>(
       "SGD", defaults,
       {field("lr", &Options::lr), field("momentum", &Options::momentum),
@@ -244,9 +250,9 @@ LocalOptimizer local_optimizer(const optim::SGDOptions& defaults) {
       {optional(field("momentum_buffer", &State::momentum_buffer))});
 }
 
-LocalOptimizer local_optimizer(const optim::AdagradOptions& defaults) {
-  using Options = optim::AdagradOptions;
-  using State = optim::AdagradParamState;
+LocalOptimizer local_optimizer(const torch_optim::AdagradOptions& defaults) {
+  using Options = torch_optim::AdagradOptions;
+  using State = torch_optim::AdagradParamState;
   return named_optimizer<optim::Adagrad, State>(
       "Adagrad", defaults,
       {field("lr", &Options::lr), field("lr_decay", &Options::lr_decay),
@@ -257,10 +263,10 @@ LocalOptimizer local_optimizer(const optim::AdagradOptions& defaults) {
       {field("step", &State::step), field("sum", &State::sum)});
 }
 
-LocalOptimizer local_optimizer(const optim::RMSpropOptions& defaults) {
-  using Options = optim::RMSpropOptions;
-  using State = optim::RMSpropParamState;
-  return named_optimizer<optim::RMSprop, State>(
+LocalOptimizer local_optimizer(const torch_optim::RMSpropOptions& defaults) {
+  using Options = torch_optim::RMSpropOptions;
+  using State = torch_optim::RMSpropParamState;
+  return named_optimizer<torch_optim::RMSprop, State>(
       "RMSprop", defaults,
       {field("lr", &Options::lr), field("momentum", &Options::momentum),
        field("alpha", &Options::alpha), field("eps", &Options::eps),
@@ -272,7 +278,7 @@ LocalOptimizer local_optimizer(const optim::RMSpropOptions& defaults) {
        optional(field("grad_avg", &State::grad_avg))});
 }
 
-LocalOptimizer local_optimizer(const optim::LBFGSOptions&) {
+LocalOptimizer local_optimizer(const torch_optim::LBFGSOptions&) {
   TORCH_CHECK_VALUE(false,
                     "shardstep: LBFGS cannot be sharded: its step depends on the gradients of all "
                     "parameters at once, and it evaluates the closure several times a step");

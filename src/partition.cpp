@@ -7,6 +7,17 @@
 #include <numeric>
 
 namespace shardstep {
+namespace {
+
+// Parameters start, and are cut, at cache lines of their own. ATen's kernels round the elements
+// that do not fill a vector differently, so a cut anywhere else would change an update's last bit.
+constexpr int64_t kLineBytes = 64;
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
 
 Range intersect(Range a, Range b) {
   Range both{std::max(a.begin, b.begin), std::min(a.end, b.end)};
@@ -70,6 +81,9 @@ void Partition::add_groups(const std::vector<std::vector<ParamSpec>>& groups) {
 
 void Partition::add_bucket(const std::vector<Member>& members) {
   std::vector<Member> laid_out = members;
+  const int64_t line = sharding_ == Sharding::kElement
+                           ? std::max<int64_t>(1, kLineBytes / members.front().spec.element_size)
+                           : 1;
   BucketLayout layout{.kind = members.front().spec.kind, .slots = {}, .shards = {}};
   if (sharding_ == Sharding::kParameter) {
     std::stable_sort(laid_out.begin(), laid_out.end(),
@@ -78,11 +92,12 @@ void Partition::add_bucket(const std::vector<Member>& members) {
   int64_t end = 0;
   std::vector<int64_t> owned_end(world_size_, 0);
   for (const auto& member : laid_out) {
-    layout.slots.push_back({member.param, {end, end + member.spec.numel}});
-    end += member.spec.numel;
+    const int64_t begin = round_up(end, line);
+    end = begin + member.spec.numel;
+    layout.slots.push_back({member.param, {begin, end}});
     owned_end[member.owner] = end;
   }
-  const int64_t share = (end + world_size_ - 1) / world_size_;
+  const int64_t share = round_up(round_up(end, world_size_) / world_size_, line);
   int64_t begin = 0;
   for (int rank = 0; rank < world_size_; ++rank) {
     const int64_t stop =

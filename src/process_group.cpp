@@ -185,10 +185,17 @@ ProcessGroupPtr new_group(const std::vector<int>& ranks, const ProcessGroupOptio
   if (place != ranks.end()) {
     group = make_process_group(store, static_cast<int>(place - ranks.begin()),
                                static_cast<int>(ranks.size()), options);
+    auto& global_ranks = group->getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
+    for (int member : ranks) global_ranks.push_back(global_rank(parent, member));
   }
   // As in init_process_group: the host of the store may exit at once afterwards.
   parent->barrier()->wait();
   return group;
+}
+
+int global_rank(const ProcessGroupPtr& group, int rank) {
+  const auto& ranks = group->getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
+  return ranks.empty() ? rank : static_cast<int>(ranks.at(rank));
 }
 
 }  // namespace shardstep

@@ -21,6 +21,9 @@ namespace shardstep {
 struct LocalOptimizer {
   // As Python's torch.optim calls it: "AdamW".
   std::string name;
+  // Whether an element's update depends on nothing but that element's gradient and state, so that
+  // the optimizer may run on a part of a parameter.
+  bool elementwise = true;
   std::shared_ptr<const torch::optim::OptimizerOptions> defaults;
   // Groups with options keep exactly these; groups without get the defaults. (torch::optim itself
   // takes an option that equals its class's default for unset.)
@@ -50,7 +53,8 @@ SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::RMSpropOptions&
 SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::LBFGSOptions& defaults);
 
 // An optimizer of the user's own, made as Optimizer(param_groups, defaults). Options and state are
-// named as their serialize() names them.
+// named as their serialize() names them. It gets whole parameters, unless the user sets
+// `elementwise` on the result.
 // REQUIRES: Options and ParamState are copyable and implement serialize() both ways.
 template <class Optimizer, class Options, class ParamState>
 LocalOptimizer custom_optimizer(Options defaults, std::string name);
@@ -117,6 +121,7 @@ LocalOptimizer custom_optimizer(Options defaults, std::string name) {
   using torch::serialize::InputArchive;
   using torch::serialize::OutputArchive;
   auto local = detail::base_optimizer<Optimizer, Options>(defaults, name);
+  local.elementwise = false;
   local.read_options = [name](const torch::optim::OptimizerOptions& options) {
     return detail::archive_to_values([&](OutputArchive& archive) { options.serialize(archive); },
                                      name + "'s options");

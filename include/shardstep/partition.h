@@ -43,8 +43,9 @@ struct Slot {
   Range range;        // elements of the bucket
 };
 
-// A flat storage with one range a rank. Ranges are adjacent and start at 0; by element they are
-// equal, and the storage is padded at its end for that.
+// A flat storage with one range a rank. Ranges are adjacent and start at 0. By parameter, slots are
+// adjacent too. By element, ranges are equal, and slots and ranges start at multiples of a cache
+// line, so that an element-wise kernel rounds a part of a parameter as it rounds the whole.
 struct BucketLayout {
   int64_t kind = 0;
   std::vector<Slot> slots;    // in order of their ranges

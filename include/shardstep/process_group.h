@@ -44,6 +44,9 @@ SHARDSTEP_API ProcessGroupPtr new_group(const std::vector<int>& ranks,
                                         const ProcessGroupOptions& options = {},
                                         const ProcessGroupPtr& parent = {});
 
+// Which rank of the default group `rank` of this group is.
+SHARDSTEP_API int global_rank(const ProcessGroupPtr& group, int rank);
+
 // A group of `size` processes that meet in `store`. Collective.
 SHARDSTEP_API ProcessGroupPtr make_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                                                  int rank, int size,

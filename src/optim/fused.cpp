@@ -45,8 +45,9 @@ struct Entry {
 };
 
 // ---- rules -------------------------------------------------------------------------------------
-// tensors(): the state that exists, which must fit the parameter.  begin(): makes what is missing
-// and counts the step.  run(): the kernel.
+// kLowPrecision: whether the kernel can be trusted with float16 and bfloat16.  tensors(): the state
+// that exists, which must fit the parameter.  begin(): makes what is missing and counts the step.
+// run(): the kernel.
 
 template <typename Optimizer, typename OptionsT, typename StateT, typename KernelT>
 struct AdamRule {
@@ -54,6 +55,7 @@ struct AdamRule {
   using Options = OptionsT;
   using ParamState = StateT;
   using Kernel = KernelT;
+  static constexpr bool kLowPrecision = true;
 
   static StateTensors tensors(const ParamState& state, const Options& options) {
     StateTensors result{state.exp_avg(), state.exp_avg_sq()};
@@ -88,6 +90,8 @@ struct SGDRule {
   using Options = torch::optim::SGDOptions;
   using ParamState = torch::optim::SGDParamState;
   using Kernel = at::_ops::_fused_sgd_;
+  // torch 2.13's CPU kernel leaves all full SIMD blocks as they were (pytorch issue 191763).
+  static constexpr bool kLowPrecision = false;
 
   static StateTensors tensors(const ParamState& state, const Options& options) {
     if (options.momentum() == 0) return {};
@@ -118,6 +122,7 @@ struct AdagradRule {
   using Options = torch::optim::AdagradOptions;
   using ParamState = torch::optim::AdagradParamState;
   using Kernel = at::_ops::_fused_adagrad_;
+  static constexpr bool kLowPrecision = true;
 
   static StateTensors tensors(const ParamState& state, const Options&) { return {state.sum()}; }
 
@@ -148,12 +153,14 @@ bool walks_alike(const at::Tensor& param, const at::Tensor& other) {
          (param.is_non_overlapping_and_dense() && other.strides() == param.strides());
 }
 
-template <typename Kernel>
+template <typename Rule>
 bool has_kernel(const at::Tensor& param) {
+  using Kernel = typename Rule::Kernel;
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(Kernel::name, Kernel::overload_name);
   const auto dtype = param.scalar_type();
-  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kHalf && dtype != at::kBFloat16) {
+  const bool low_precision = dtype == at::kHalf || dtype == at::kBFloat16;
+  if (!(dtype == at::kFloat || dtype == at::kDouble || (low_precision && Rule::kLowPrecision))) {
     return false;
   }
   return op.hasKernelForDispatchKey(c10::computeDispatchKey(dtype, param.layout(), param.device()));
@@ -162,8 +169,7 @@ bool has_kernel(const at::Tensor& param) {
 // The one place that decides between ATen's kernel and torch::optim's step.
 template <typename Rule>
 bool fusible(const at::Tensor& param, const State* state, const typename Rule::Options& options) {
-  if (!has_kernel<typename Rule::Kernel>(param) || !walks_alike(param, param) ||
-      !walks_alike(param, param.grad())) {
+  if (!has_kernel<Rule>(param) || !walks_alike(param, param) || !walks_alike(param, param.grad())) {
     return false;
   }
   if (!state) return true;

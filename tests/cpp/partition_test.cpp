@@ -54,13 +54,20 @@ void check(const Partition& partition, const std::vector<int64_t>& sizes) {
       }
     }
     at = 0;
+    // By element, slots and shards start at 64 byte lines: 16 elements of 4 bytes.
+    const int64_t line = partition.sharding() == Sharding::kElement ? 16 : 1;
     for (const auto& slot : bucket.slots) {
-      EXPECT_EQ(slot.range.begin, at);
+      EXPECT_EQ(slot.range.begin, (at + line - 1) / line * line);
       EXPECT_EQ(slot.range.size(), sizes[slot.param]);
       at = slot.range.end;
     }
+    EXPECT_EQ(bucket.shards[0].size() % line, 0);
     EXPECT_LE(at, bucket.numel());
-    EXPECT_LT(bucket.numel() - at, partition.world_size());
+    if (partition.sharding() == Sharding::kElement) {
+      EXPECT_LE(bucket.numel() - at, partition.world_size() * line);
+    } else {
+      EXPECT_EQ(bucket.numel(), at);
+    }
   }
 }
 
@@ -92,11 +99,11 @@ TEST(Partition, ByParameterCarriesSizesAcrossGroups) {
 
 TEST(Partition, ByElementCutsThroughParameters) {
   Partition partition(Sharding::kElement, 2);
-  partition.add_groups({specs({3, 5})});
+  partition.add_groups({specs({3, 50})});
   EXPECT_EQ(partition.slices(0).size(), 1u);
   ASSERT_EQ(partition.slices(1).size(), 2u);
-  EXPECT_EQ(partition.slices(1)[0].elements, (Range{0, 1}));
-  EXPECT_EQ(partition.slices(1)[1].elements, (Range{1, 5}));
+  EXPECT_EQ(partition.slices(1)[0].elements, (Range{0, 32}));
+  EXPECT_EQ(partition.slices(1)[1].elements, (Range{32, 50}));
 }
 
 TEST(Partition, ByElementBalancesManySmallGroups) {
@@ -106,9 +113,20 @@ TEST(Partition, ByElementBalancesManySmallGroups) {
   for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(partition.owned_elements(rank), 25);
 }
 
+TEST(Partition, ByElementIsEvenWithinACacheLineARank) {
+  for (int world_size = 1; world_size <= 9; ++world_size) {
+    Partition partition(Sharding::kElement, world_size);
+    partition.add_groups({specs({4000000, 2000, 1, 999999})});
+    for (int rank = 0; rank + 1 < world_size; ++rank) {
+      EXPECT_NEAR(partition.owned_elements(rank), partition.owned_elements(world_size - 1),
+                  16 * (world_size + 4));
+    }
+  }
+}
+
 TEST(Partition, KindsDoNotShareABucket) {
   Partition partition(Sharding::kElement, 2);
-  std::vector<ParamSpec> mixed{{4, 4, 0}, {4, 8, 1}, {4, 4, 0}};
+  std::vector<ParamSpec> mixed{{4, 4, 0}, {4, 4, 1}, {4, 4, 0}};
   partition.add_groups({mixed});
   ASSERT_EQ(partition.buckets().size(), 2u);
   EXPECT_EQ(partition.buckets()[0].slots.size(), 2u);

@@ -1,10 +1,11 @@
 #pragma once
 
-// Adagrad on ATen's fused kernel: torch::optim::Adagrad with the same options, state and results
-// (one float ulp a step), in one pass over memory. Parameters that the kernel does not take
-// (sparse, complex, strided in gaps, a device without one) are stepped by torch::optim::Adagrad, on
-// the same state. Like every torch optimizer, not safe for concurrent use. Nothing here is
-// collective.
+// torch::optim::Adagrad with the same options and state, stepped by ATen's fused kernel in one pass
+// over memory. A step differs from torch's own by one ulp of a parameter that is large beside its
+// update. Parameters that the kernel does not take (sparse, complex, strided otherwise than their
+// gradient, on a device without one) are stepped by torch::optim::Adagrad, on the same state.
+// Parameters of groups that are added later get their accumulator in the next step(), from the
+// defaults. Like every torch optimizer, not safe for concurrent use. Nothing here is collective.
 
 #include <torch/optim/adagrad.h>
 

@@ -1,0 +1,105 @@
+#pragma once
+
+// The C++ face: a torch::optim::Optimizer over all parameters whose update and state are divided
+// among the ranks of a group. It owns the local optimizer, which runs on what this rank owns.
+// Collective: construction, add_param_group, step, consolidate_state_dict. Thread safety: one
+// thread at a time. Destruction does not communicate.
+
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "shardstep/local_optimizer.h"
+#include "shardstep/shard_engine.h"
+#include "shardstep/state_dict.h"
+
+namespace shardstep {
+
+struct ZeroOptions {
+  // The default group if null.
+  TORCH_ARG(ProcessGroupPtr, process_group);
+  TORCH_ARG(Sharding, sharding) = Sharding::kParameter;
+  TORCH_ARG(ExchangeKind, exchange) = ExchangeKind::kAuto;
+  // Parameters become views of one flat tensor a dtype and device, which travels in one piece.
+  TORCH_ARG(bool, parameters_as_bucket_view) = false;
+  // Buckets of at most this size, 0 for no limit; a bucket is what moves at a time.
+  TORCH_ARG(double, bucket_cap_mb) = 0;
+};
+
+class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer {
+ public:
+  // Collective. Throws ValueError on every rank if ranks were given different parameters or
+  // options, or if one of them was given something it cannot take. A tensor that comes twice in a
+  // group (tied weights) counts once.
+  ZeroRedundancyOptimizer(std::vector<torch::optim::OptimizerParamGroup> param_groups,
+                          LocalOptimizer local, const ZeroOptions& options = {});
+  ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptimizer local,
+                          const ZeroOptions& options = {});
+  // Options name the optimizer: AdamOptions, AdamWOptions, SGDOptions, AdagradOptions,
+  // RMSpropOptions.
+  template <class OptimizerOptions>
+  ZeroRedundancyOptimizer(std::vector<torch::optim::OptimizerParamGroup> param_groups,
+                          const OptimizerOptions& optimizer, const ZeroOptions& options = {})
+      : ZeroRedundancyOptimizer(std::move(param_groups), local_optimizer(optimizer), options) {}
+  template <class OptimizerOptions>
+  ZeroRedundancyOptimizer(std::vector<at::Tensor> params, const OptimizerOptions& optimizer,
+                          const ZeroOptions& options = {})
+      : ZeroRedundancyOptimizer(std::move(params), local_optimizer(optimizer), options) {}
+
+  // Updates what this rank owns, then brings all parameters up to date on every rank. Returns the
+  // closure's loss. Collective.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  // Collective. A group added through the base class is noticed at the next collective call.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
+
+  // Gathers the state of all ranks on rank `to`, which gets it back; the others get nothing.
+  // It stays available through state_dict() until the next step. Collective.
+  std::optional<StateDict> consolidate_state_dict(int to = 0);
+  // What was consolidated here. Throws RuntimeError if nothing was.
+  const StateDict& state_dict() const;
+  // Takes a state dict of a plain optimizer, or one consolidated at any world size; this rank keeps
+  // its share. Throws ValueError that names what does not fit, and has changed nothing.
+  void load_state_dict(const StateDict& dict);
+
+  // torch::save and torch::load, in the format of the plain torch::optim class. Saving takes what
+  // was consolidated here.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+  // The local optimizer. Its params are this rank's, see ShardEngine::local_params.
+  torch::optim::Optimizer& optim() { return *optim_; }
+  const ShardEngine& engine() const { return *engine_; }
+  const ProcessGroupPtr& process_group() const { return engine_->process_group(); }
+  int rank() const { return engine_->rank(); }
+  int world_size() const { return engine_->world_size(); }
+  // This rank in the group that all processes started in.
+  int global_rank() const { return shardstep::global_rank(process_group(), rank()); }
+  bool parameters_as_bucket_view() const {
+    return engine_->options().storage == BucketStorage::kFlat;
+  }
+  // Bytes of optimizer state that this rank holds.
+  int64_t local_state_bytes() const;
+
+ private:
+  void add_groups(std::vector<torch::optim::OptimizerParamGroup> groups);
+  void adopt_new_groups(std::exception_ptr error);
+  void push_options();
+  void pull_options();
+  NamedValues read_local_state(const at::Tensor& tensor) const;
+  StateDict whole_state_dict(const EngineState& state) const;
+  std::unique_ptr<torch::optim::Optimizer> make_plain() const;
+
+  LocalOptimizer local_;
+  std::unique_ptr<ShardEngine> engine_;
+  std::unique_ptr<torch::optim::Optimizer> optim_;
+  std::optional<StateDict> consolidated_;
+};
+
+}  // namespace shardstep
