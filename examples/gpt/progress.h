@@ -1,0 +1,36 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <fstream>
+#include <string>
+
+namespace gpt {
+
+// A bar that redraws itself when stdout is a terminal, else a plain line now and then; and a CSV
+// file of every step's loss, if it has a name.
+class Progress {
+ public:
+  Progress(int64_t steps, int64_t tokens_per_step, const std::string& log);
+  // Leaves the cursor on a line of its own.
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // `step` steps are done.
+  void update(int64_t step, double loss);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::string numbers(int64_t step, double loss) const;
+  void draw_bar(int64_t step, const std::string& numbers);
+
+  int64_t steps_, tokens_per_step_;
+  std::ofstream log_;
+  bool terminal_;
+  bool drawn_ = false;
+  Clock::time_point start_ = Clock::now();
+  Clock::time_point last_draw_;
+};
+
+}  // namespace gpt

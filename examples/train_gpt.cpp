@@ -1,0 +1,183 @@
+// Trains a small character-level transformer on the ranks that torchrun (or mpirun, or srun)
+// started, or on ranks it starts itself. Every rank keeps only its share of the optimizer's state.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <shardstep/shardstep.h>
+#include <torch/torch.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "gpt/launch.h"
+#include "gpt/memory.h"
+#include "gpt/model.h"
+#include "gpt/options.h"
+#include "gpt/progress.h"
+#include "gpt/schedule.h"
+#include "gpt/text.h"
+
+namespace {
+
+using gpt::Options;
+
+volatile std::sig_atomic_t interrupted = 0;
+
+void average(at::Tensor& tensor, c10d::ProcessGroup& group) {
+  std::vector<at::Tensor> tensors{tensor};
+  group.allreduce(tensors)->wait();
+  tensor.div_(group.getSize());
+}
+
+// Every rank's gradients become their mean over the ranks. Collective.
+void average_gradients(const torch::nn::Module& model, c10d::ProcessGroup& group) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& parameter : model.parameters()) gradients.push_back(parameter.grad());
+  auto flat = at::flatten_dense_tensors(gradients);
+  average(flat, group);
+  at::_foreach_copy_(gradients, at::unflatten_dense_tensors(flat, gradients));
+}
+
+shardstep::LocalOptimizer local_optimizer(const Options& options) {
+  using namespace torch::optim;
+  using shardstep::local_optimizer;
+  const auto& name = options.optimizer;
+  const auto lr = [&](double suitable) { return options.lr.value_or(suitable); };
+  const auto betas = std::make_tuple(0.9, 0.95);  // short memory for a short run
+  if (name == "adamw") return local_optimizer(AdamWOptions(lr(2e-3)).betas(betas));
+  if (name == "adam") return local_optimizer(AdamOptions(lr(2e-3)).betas(betas));
+  if (name == "sgd") return local_optimizer(SGDOptions(lr(0.1)).momentum(0.9));
+  if (name == "adagrad") return local_optimizer(AdagradOptions(lr(1e-2)));
+  return local_optimizer(RMSpropOptions(lr(5e-4)));
+}
+
+shardstep::Sharding sharding(const Options& options) {
+  return options.sharding == "element" ? shardstep::Sharding::kElement
+                                       : shardstep::Sharding::kParameter;
+}
+
+void print_header(const gpt::Gpt& model, const gpt::Text& text, const Options& options, int ranks) {
+  int64_t elements = 0;
+  for (const auto& parameter : model->parameters()) elements += parameter.numel();
+  std::cout << elements << " parameters, " << text.tokens().numel() << " characters of text, "
+            << options.optimizer << " sharded by " << options.sharding << " over " << ranks
+            << (ranks == 1 ? " rank" : " ranks") << std::endl;
+}
+
+void print_sample(gpt::Gpt& model, const gpt::Text& text, const Options& options) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed);
+  auto sample = model->generate(text.tokens().narrow(0, 0, 1), 300, generator, 0.6);
+  std::cout << "\nA sample of what the model writes now:\n\n" << text.decode(sample) << "\n";
+}
+
+void check_world(const Options& options, int world_size) {
+  if (options.batch % world_size != 0) {
+    throw gpt::UsageError("--batch: expected a multiple of the " + std::to_string(world_size) +
+                          " ranks, got '" + std::to_string(options.batch) + "'");
+  }
+  if (options.ranks && *options.ranks != world_size) {
+    throw gpt::UsageError("--ranks: expected what the launcher started, " +
+                          std::to_string(world_size) + ", got '" + std::to_string(*options.ranks) +
+                          "'");
+  }
+}
+
+void train(const Options& options, const gpt::Text& text) {
+  auto group = shardstep::init_process_group();
+  check_world(options, group->getSize());
+
+  torch::manual_seed(options.seed);
+  gpt::Gpt model(gpt::GptOptions{.vocabulary_size = text.vocabulary_size(),
+                                 .layers = options.layers,
+                                 .width = options.width,
+                                 .heads = options.heads,
+                                 .context = options.context});
+  shardstep::ZeroRedundancyOptimizer optimizer(
+      model->parameters(), local_optimizer(options),
+      shardstep::ZeroOptions().process_group(group).sharding(sharding(options)));
+  gpt::WarmUpAndDecay schedule(optimizer, options.steps);
+  gpt::BatchSampler batches(text, options.context, options.batch, options.seed, group->getRank(),
+                            group->getSize());
+
+  std::optional<gpt::Progress> progress;  // rank 0 speaks for all
+  if (group->getRank() == 0) {
+    print_header(model, text, options, group->getSize());
+    progress.emplace(options.steps, options.batch * options.context, options.log);
+  }
+
+  bool stopped = false;
+  for (int64_t step = 1; step <= options.steps && !stopped; ++step) {
+    auto [input, target] = batches.next();
+    schedule.step();
+    optimizer.zero_grad();
+    auto scores = model->forward(input);
+    auto loss = at::cross_entropy_loss(scores.flatten(0, 1), target.flatten());
+    loss.backward();
+    average_gradients(*model, *group);
+    optimizer.step();
+
+    // The interrupt travels with the loss, so that all ranks stop after the same step.
+    auto status = torch::tensor({loss.item<double>(), interrupted ? 1.0 : 0.0}, torch::kFloat64);
+    average(status, *group);
+    if (progress) progress->update(step, status[0].item<double>());
+    stopped = status[1].item<double>() > 0;
+  }
+  progress.reset();
+  auto memory = gpt::gather_memory(*model, optimizer.local_state_bytes(), *group);
+  if (group->getRank() != 0) return;
+  if (stopped) {
+    std::cout << "\nInterrupted.\n";
+  } else {
+    print_sample(model, text, options);
+  }
+  auto replicated = gpt::replicated_memory(*model, options.optimizer);
+  std::cout << "\n" << gpt::memory_table(memory, replicated);
+}
+
+void check_log(const Options& options) {
+  if (options.log.empty()) return;
+  if (!std::ofstream(options.log, std::ios::app)) {
+    throw gpt::UsageError("--log: expected a file that can be written, got '" + options.log + "'");
+  }
+}
+
+int run(int argc, char** argv) {
+  auto options = gpt::parse_options(argc, argv);
+  if (options.help) {
+    std::cout << gpt::usage();
+    return 0;
+  }
+  if (options.text.empty()) options.text = TRAIN_GPT_TEXT;
+  const gpt::Text text(options.text, options.context);
+  check_log(options);
+  const int ranks = options.ranks.value_or(2);
+  if (!gpt::started_by_launcher() && ranks > 1) {
+    check_world(options, ranks);
+    return gpt::launch_ranks(ranks, argv);
+  }
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(1);
+  std::signal(SIGINT, [](int) { interrupted = 1; });
+  train(options, text);
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const gpt::UsageError& error) {
+    std::cerr << "train_gpt: " << error.what() << "\n";
+    return 2;
+  } catch (const c10::Error& error) {
+    std::cerr << "train_gpt: " << error.what_without_backtrace() << "\n";
+  } catch (const std::exception& error) {
+    std::cerr << "train_gpt: " << error.what() << "\n";
+  }
+  return 1;
+}
