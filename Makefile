@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up everything that they need in .venv and build/.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test format check-format install clean setup build
+.PHONY: help demo test bench format check-format install clean setup build
 
 JOBS ?= $(shell nproc)
 RANKS ?= 2
@@ -51,12 +51,22 @@ demo: $(CONFIGURED)  ## Train a small transformer on RANKS=2 processes (DEMO_ARG
 test: build  ## Run every test; SANITIZE=1: the C++ ones under ASAN and UBSAN
 	@$(BIN)/python tools/run_tests.py --build $(BUILD) --jobs $(JOBS) $(TEST_FLAGS)
 
+bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
+	@$(NINJA) local_update zero_step
+	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
+	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
+
 format: $(READY)  ## Format the C++ and Python sources
 	@$(BIN)/clang-format -i $(CPP_FILES)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-check-format: $(READY)  ## Fail if a source is not formatted
+check-bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
+	@$(NINJA) local_update zero_step
+	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
+	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
+
+format: $(READY)  ## Fail if a source is not formatted
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .

@@ -3,6 +3,11 @@
 // Everything a program needs.
 
 #include "shardstep/local_optimizer.h"
+#include "shardstep/optim/adagrad.h"
+#include "shardstep/optim/adam.h"
+#include "shardstep/optim/adamw.h"
+#include "shardstep/optim/sgd.h"
 #include "shardstep/process_group.h"
 #include "shardstep/state_dict.h"
+#include "shardstep/version.h"
 #include "shardstep/zero_redundancy_optimizer.h"

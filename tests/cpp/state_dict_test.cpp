@@ -9,9 +9,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <random>
 
-#include "shardstep/local_optimizer.h"
+#include "shardstep/shardstep.h"
+#include "test_support.h"
 
 // torch's zip reader forgets its index when a damaged file makes its constructor throw.
 extern "C" const char* __lsan_default_suppressions() { return "leak:mz_zip_reader_"; }
@@ -20,7 +22,6 @@ namespace shardstep {
 namespace {
 
 namespace fs = std::filesystem;
-namespace optim = torch::optim;
 
 // A folder that is gone at the end of the test.
 class Folder {
@@ -335,52 +336,25 @@ std::vector<at::Tensor> make_params() {
   return params;
 }
 
-std::unique_ptr<optim::Optimizer> make_optimizer(const LocalOptimizer& local,
-                                                 const std::vector<at::Tensor>& params) {
+// Two groups, the second at half the learning rate.
+std::vector<torch::optim::OptimizerParamGroup> make_groups(const LocalOptimizer& local,
+                                                           const std::vector<at::Tensor>& params) {
   auto options = local.defaults->clone();
   options->set_lr(options->get_lr() / 2);
-  std::vector<optim::OptimizerParamGroup> groups;
+  std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<at::Tensor>(params.begin(), params.begin() + 2));
   groups.emplace_back(std::vector<at::Tensor>(params.begin() + 2, params.end()),
                       std::move(options));
-  return local.make(groups);
+  return groups;
 }
 
-void train(optim::Optimizer& optimizer, std::vector<at::Tensor>& params, int first) {
+void train(torch::optim::Optimizer& optimizer, std::vector<at::Tensor>& params, int first) {
   for (int step = first; step < first + kSteps; ++step) {
     for (size_t i = 0; i < 4; ++i) {
       params[i].mutable_grad() =
           at::empty_like(params[i]).copy_(pattern(params[i].sizes(), step + 3, 5 * i));
     }
     optimizer.step();
-  }
-}
-
-StateDict state_of(const LocalOptimizer& local, const optim::Optimizer& optimizer) {
-  StateDict dict;
-  int64_t index = 0;
-  for (const auto& group : optimizer.param_groups()) {
-    dict.param_groups.push_back({local.read_options(group.options()), {}});
-    for (const auto& param : group.params()) {
-      auto found = optimizer.state().find(param.unsafeGetTensorImpl());
-      if (found != optimizer.state().end()) dict.state[index] = local.read_state(*found->second);
-      dict.param_groups.back().params.push_back(index++);
-    }
-  }
-  return dict;
-}
-
-void load(const LocalOptimizer& local, const StateDict& dict, optim::Optimizer& optimizer) {
-  int64_t index = 0;
-  for (size_t i = 0; i < dict.param_groups.size(); ++i) {
-    auto& group = optimizer.param_groups()[i];
-    local.write_options(dict.param_groups[i].options, group.options());
-    for (const auto& param : group.params()) {
-      auto found = dict.state.find(index++);
-      if (found != dict.state.end()) {
-        optimizer.state()[param.unsafeGetTensorImpl()] = local.write_state(found->second);
-      }
-    }
   }
 }
 
@@ -423,8 +397,8 @@ Options adam_options() {
 
 // As in state_dict_peer.py.
 std::vector<Case> cases() {
-  using optim::AdagradOptions, optim::AdamOptions, optim::AdamWOptions, optim::RMSpropOptions,
-      optim::SGDOptions;
+  using torch::optim::AdagradOptions, torch::optim::AdamOptions, torch::optim::AdamWOptions,
+      torch::optim::RMSpropOptions, torch::optim::SGDOptions;
   return {
       {"adam", local_optimizer(adam_options<AdamOptions>())},
       {"adam_amsgrad", local_optimizer(adam_options<AdamOptions>().amsgrad(true))},
@@ -453,25 +427,57 @@ void run_peer(const std::string& folder) {
   ASSERT_EQ(std::system(command.c_str()), 0) << command << "\n" << read_bytes(folder + "/log");
 }
 
+// Runs body(optimizer, params) on two ranks, with params from make() on each.
+void with_zero(
+    const LocalOptimizer& local, Sharding sharding,
+    const std::function<std::vector<at::Tensor>()>& make,
+    const std::function<void(ZeroRedundancyOptimizer&, std::vector<at::Tensor>&)>& body) {
+  test::run_ranks(2, [&](const ProcessGroupPtr& group) {
+    auto params = make();
+    ZeroRedundancyOptimizer zero(make_groups(local, params), local,
+                                 ZeroOptions().process_group(group).sharding(sharding));
+    body(zero, params);
+  });
+}
+
+constexpr Sharding kShardings[] = {Sharding::kParameter, Sharding::kElement};
+
+// Two ranks go on from <prefix>_state.pt as Python did; what they consolidate at once is the state
+// that was in the file, to the bit.
 void expect_goes_on(const LocalOptimizer& local, const std::string& prefix) {
-  auto params = load_params(prefix + "_params.pt");
-  auto optimizer = make_optimizer(local, params);
-  for (auto& group : optimizer->param_groups()) group.options().set_lr(123.0);
-  load(local, read_state_dict(prefix + "_state.pt"), *optimizer);
-  train(*optimizer, params, kSteps);
-  expect_close(params, load_params(prefix + "_result.pt"));
+  const auto state = read_state_dict(prefix + "_state.pt");
+  for (auto sharding : kShardings) {
+    with_zero(
+        local, sharding, [&] { return load_params(prefix + "_params.pt"); },
+        [&](ZeroRedundancyOptimizer& zero, std::vector<at::Tensor>& params) {
+          for (auto& group : zero.param_groups()) group.options().set_lr(123.0);
+          zero.load_state_dict(state);
+          if (const auto kept = zero.consolidate_state_dict(1)) {
+            ASSERT_EQ(kept->state.size(), state.state.size());
+            for (const auto& [index, values] : kept->state) {
+              expect_same_values(values, state.state.at(index));
+            }
+          }
+          train(zero, params, kSteps);
+          expect_close(params, load_params(prefix + "_result.pt"));
+        });
+  }
 }
 
 // One Python process does all cases: its start costs more than they do.
 TEST(StateDict, PythonGoesOnFromOursAndWeFromPythons) {
   Folder folder;
+  size_t number = 0;
   for (const auto& [name, local] : cases()) {
     fs::create_directory(folder / name);
-    auto params = make_params();
-    auto optimizer = make_optimizer(local, params);
-    train(*optimizer, params, 0);
-    write_state_dict(state_of(local, *optimizer), folder / (name + "/ours_state.pt"));
-    save_params(params, folder / (name + "/ours_params.pt"));
+    with_zero(local, kShardings[number++ % 2], make_params,
+              [&, name = name](ZeroRedundancyOptimizer& zero, std::vector<at::Tensor>& params) {
+                train(zero, params, 0);
+                if (const auto dict = zero.consolidate_state_dict(0)) {
+                  write_state_dict(*dict, folder / (name + "/ours_state.pt"));
+                  save_params(params, folder / (name + "/ours_params.pt"));
+                }
+              });
   }
   ASSERT_NO_FATAL_FAILURE(run_peer(folder / ""));
 
@@ -479,20 +485,10 @@ TEST(StateDict, PythonGoesOnFromOursAndWeFromPythons) {
     SCOPED_TRACE(name);
     expect_goes_on(local, folder / (name + "/ours"));
     expect_goes_on(local, folder / (name + "/theirs"));
-    // What Python wrote comes back to the bit, but for keys that C++ has no place for.
-    auto theirs = read_state_dict(folder / (name + "/theirs_state.pt"));
-    auto params = make_params();
-    auto optimizer = make_optimizer(local, params);
-    load(local, theirs, *optimizer);
-    auto kept = state_of(local, *optimizer);
-    ASSERT_EQ(kept.state.size(), theirs.state.size());
-    for (const auto& [index, values] : kept.state) {
-      expect_same_values(values, theirs.state.at(index));
-    }
   }
   for (const char* name : {"adamw_fused", "adamw_tensor_lr"}) {
     SCOPED_TRACE(name);
-    expect_goes_on(local_optimizer(optim::AdamWOptions()),
+    expect_goes_on(local_optimizer(torch::optim::AdamWOptions()),
                    folder / (std::string(name) + "/theirs"));
   }
 
