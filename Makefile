@@ -61,12 +61,7 @@ format: $(READY)  ## Format the C++ and Python sources
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-check-bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
-	@$(NINJA) local_update zero_step
-	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
-	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
-
-format: $(READY)  ## Fail if a source is not formatted
+check-format: $(READY)  ## Fail if a source is not formatted
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .

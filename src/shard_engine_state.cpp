@@ -231,7 +231,7 @@ std::vector<at::Tensor> places(const std::vector<at::Tensor>& params, const Slic
       if (entry.form == Form::kBytes) {
         value.bytes = entry.bytes;
       } else if (entry.form == Form::kInline) {
-        value.tensor = inline_tensor(entry);
+        value.tensor = room_for(entry.sizes, entry.dtype, param).copy_(inline_tensor(entry));
       } else {
         const bool cut = entry.form == Form::kCut;
         if (!value.tensor.defined()) {

@@ -1,14 +1,22 @@
-#include <ATen/ATen.h>
-#include <shardstep/process_group.h>
-#include <shardstep/version.h>
+#include <shardstep/shardstep.h>
+#include <torch/torch.h>
 
 #include <cstdio>
 
 int main() {
   auto group = shardstep::init_process_group();
-  std::vector<at::Tensor> tensors{at::ones({3})};
-  group->allreduce(tensors)->wait();
-  std::printf("shardstep %s, %d rank(s), sum %g\n", shardstep::version(), group->getSize(),
-              tensors[0].sum().item<double>());
-  return tensors[0].sum().item<double>() == 3.0 * group->getSize() ? 0 : 1;
+  auto model = torch::nn::Linear(3, 1);
+  shardstep::ZeroRedundancyOptimizer optimizer(model->parameters(),
+                                               torch::optim::AdamWOptions(1e-2));
+  double first = 0, last = 0;
+  for (int step = 0; step < 20; ++step) {
+    optimizer.zero_grad();
+    auto loss = (model->forward(torch::ones({4, 3})) - 2).square().mean();
+    loss.backward();
+    optimizer.step();
+    (step == 0 ? first : last) = loss.item<double>();
+  }
+  std::printf("shardstep %s, %d rank(s), loss %g -> %g\n", shardstep::version(), group->getSize(),
+              first, last);
+  return last < first ? 0 : 1;
 }

@@ -90,9 +90,7 @@ def train(optimizer, params, first):
 
 def save_params(params, path):
     state = {i: {"param": p.detach()} for i, p in enumerate(params)}
-    torch.save(
-        {"state": state, "param_groups": [{"params": list(range(len(params)))}]}, path
-    )
+    torch.save({"state": state, "param_groups": [{"params": list(range(len(params)))}]}, path)
 
 
 def load_params(path):
@@ -105,12 +103,8 @@ def check_value(got, want, where):
         assert isinstance(got, torch.Tensor), f"{where}: {type(got)}"
         for name in ("dtype", "shape", "device", "requires_grad"):
             assert getattr(got, name) == getattr(want, name), f"{where}: {name}"
-        assert got.stride() == want.stride(), (
-            f"{where}: {got.stride()} is not {want.stride()}"
-        )
-        assert torch.allclose(got, want, rtol=1e-5, atol=1e-7), (
-            f"{where}: {got} is not {want}"
-        )
+        assert got.stride() == want.stride(), f"{where}: {got.stride()} is not {want.stride()}"
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-7), f"{where}: {got} is not {want}"
         return
     # Python's own defaults have the int 0 where a float is meant.
     same_type = type(got) is type(want) or (type(got), want) == (float, 0)
@@ -123,7 +117,7 @@ def check_dict(got, want):
     pairs = [(got["state"][i], want["state"][i], f"state {i}") for i in want["state"]]
     assert len(got["param_groups"]) == len(want["param_groups"])
     pairs += [
-        (g, w, "group") for g, w in zip(got["param_groups"], want["param_groups"])
+        (g, w, "group") for g, w in zip(got["param_groups"], want["param_groups"], strict=True)
     ]
     for got_values, want_values, where in pairs:
         assert list(got_values) == list(want_values), f"{where}: {list(got_values)}"

@@ -32,9 +32,7 @@ def environment():
 
 
 def flags(options):
-    return [
-        word for name, value in options.items() for word in (f"--{name}", str(value))
-    ]
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def train(*arguments, prefix=(), launcher=None):
@@ -62,10 +60,7 @@ def table_of(output):
     table = {}
     for line in lines:
         cells = [cell.strip() for cell in re.split(r"\s{2,}", line.strip())]
-        sizes = [
-            None if c == "-" else float(c.split()[0]) * units[c.split()[1]]
-            for c in cells[1:]
-        ]
+        sizes = [None if c == "-" else float(c.split()[0]) * units[c.split()[1]] for c in cells[1:]]
         assert len(sizes) == 4, line
         table[cells[0]] = sizes
     return table
@@ -109,9 +104,7 @@ TOLERANCE = 1e-5
         (4, "element", "adamw"),
     ],
 )
-def test_losses_equal_those_of_one_process(
-    tmp_path, one_process, ranks, sharding, optimizer
-):
+def test_losses_equal_those_of_one_process(tmp_path, one_process, ranks, sharding, optimizer):
     expected, _ = one_process[optimizer]
     losses, _ = run_to_losses(
         tmp_path,
@@ -140,9 +133,7 @@ def test_every_optimizer_learns_and_is_sharded(tmp_path, optimizer):
     table = table_of(output)
     assert list(table) == ["rank 0", "rank 1", "replicated (computed)"]
     state, parameters, gradients, peak = table.pop("replicated (computed)")
-    assert state == pytest.approx(
-        parameters * (2 if "adam" in optimizer else 1), rel=0.01
-    )
+    assert state == pytest.approx(parameters * (2 if "adam" in optimizer else 1), rel=0.01)
     assert peak is None
     for rank in table.values():
         # By element the halves are equal, but for padding and step counters.
@@ -156,9 +147,7 @@ def test_state_by_parameter_is_about_half(tmp_path):
     _, output = run_to_losses(tmp_path, "parameter", "--sharding", "parameter")
     table = table_of(output)
     for rank in ("rank 0", "rank 1"):
-        assert table[rank][0] == pytest.approx(
-            table["replicated (computed)"][0] / 2, rel=0.2
-        )
+        assert table[rank][0] == pytest.approx(table["replicated (computed)"][0] / 2, rel=0.2)
 
 
 def test_under_torchrun(tmp_path, one_process):
@@ -189,9 +178,7 @@ def test_same_seed_same_run_other_seed_other_run(tmp_path, one_process):
 def test_terminal_shows_the_bar():
     output, code = run_in_terminal(*flags(TINY))
     assert code == 0
-    assert re.search(
-        r"\r\[[#.]+\] step +1/30 +loss \d+\.\d+ +\d+ tokens/s +ETA \d+:\d\d", output
-    )
+    assert re.search(r"\r\[[#.]+\] step +1/30 +loss \d+\.\d+ +\d+ tokens/s +ETA \d+:\d\d", output)
     assert re.search(r"\r\[#+\] step 30/30", output)
     assert "rank 1" in output
 
@@ -301,9 +288,7 @@ def test_interrupt_ends_with_the_table():
 
 
 def children_of(pid):
-    return [
-        int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    ]
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
