@@ -59,13 +59,22 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-// Starts a message for every tensor that holds something; says how many bytes that makes.
+// Pieces of a size at which Gloo keeps both directions busy; one message of everything is a third
+// slower (docs/performance.md). Nothing for a tensor that holds nothing.
+std::vector<at::Tensor> pieces(const at::Tensor& tensor) {
+  constexpr int64_t kPieceBytes = 8 << 20;
+  if (tensor.numel() == 0) return {};
+  return tensor.split(std::max<int64_t>(1, kPieceBytes / tensor.element_size()));
+}
+
+// Starts messages for all tensors; says how many bytes that makes.
 int64_t send(const ProcessGroupPtr& group, PendingWorks& pending,
              const std::vector<at::Tensor>& tensors, int to, int tag) {
   for (const auto& tensor : tensors) {
-    if (tensor.numel() == 0) continue;
-    std::vector<at::Tensor> one{tensor};
-    pending.add(group->send(one, to, tag), "sending to", to);
+    for (const auto& piece : pieces(tensor)) {
+      std::vector<at::Tensor> one{piece};
+      pending.add(group->send(one, to, tag), "sending to", to);
+    }
   }
   pending.keep(tensors);
   return bytes_of(tensors);
@@ -74,9 +83,10 @@ int64_t send(const ProcessGroupPtr& group, PendingWorks& pending,
 int64_t receive(const ProcessGroupPtr& group, PendingWorks& pending,
                 const std::vector<at::Tensor>& tensors, int from, int tag) {
   for (const auto& tensor : tensors) {
-    if (tensor.numel() == 0) continue;
-    std::vector<at::Tensor> one{tensor};
-    pending.add(group->recv(one, from, tag), "waiting for", from);
+    for (const auto& piece : pieces(tensor)) {
+      std::vector<at::Tensor> one{piece};
+      pending.add(group->recv(one, from, tag), "waiting for", from);
+    }
   }
   pending.keep(tensors);
   return bytes_of(tensors);
@@ -178,7 +188,7 @@ class NativeExchange : public Exchange {
         }
       }
     }
-    count(parts);
+    count(parts, traffic_.bytes_sent, traffic_.bytes_received);
     return pending;
   }
 
@@ -201,16 +211,21 @@ class NativeExchange : public Exchange {
         }
       }
     }
-    count(parts);
+    count(parts, traffic_.bytes_received, traffic_.bytes_sent);
     return pending;
   }
 
  private:
-  // What an ideal collective moves; the backend does not tell what it really did.
-  void count(const Parts& parts) {
+  // What a ring moves to bring every owner's parts to all, and the other way round to add them up;
+  // the backend does not tell what it really did.
+  void count(const Parts& parts, int64_t& outward, int64_t& inward) {
     for (int rank = 0; rank < world_size(); ++rank) {
       const int64_t bytes = bytes_of(parts[rank]);
-      (rank == this->rank() ? traffic_.bytes_sent : traffic_.bytes_received) += bytes;
+      if (rank == this->rank()) {
+        outward += bytes * (world_size() - 1);
+      } else {
+        inward += bytes;
+      }
     }
   }
 };
