@@ -138,17 +138,22 @@ void ShardEngine::build_new_buckets() {
   }
 }
 
+at::Tensor ShardEngine::local_view(int64_t param, Range elements) const {
+  if (options_.sharding == Sharding::kParameter) return params_[param].detach();
+  const auto [bucket, slot] = places_[param];
+  return buckets_[bucket].view(slot, elements);
+}
+
 void ShardEngine::add_local_params(size_t group) {
   auto& local = local_.emplace_back();
+  local_places_.resize(params_.size());
   for (const auto& slice : partition_.owned(rank(), group)) {
     const auto& param = params_[slice.param];
-    if (options_.sharding == Sharding::kParameter) {
-      local.push_back({slice.param, slice.elements, param});
-    } else {
-      const auto [bucket, slot] = places_[slice.param];
-      auto view = buckets_[bucket].view(slot, slice.elements);
-      local.push_back({slice.param, slice.elements, view.set_requires_grad(param.requires_grad())});
-    }
+    const auto tensor =
+        aliased() ? local_view(slice.param, slice.elements).set_requires_grad(param.requires_grad())
+                  : param;
+    local_places_[slice.param] = {group, local.size()};
+    local.push_back({slice.param, slice.elements, tensor});
   }
 }
 
@@ -177,44 +182,48 @@ void ShardEngine::follow_params() {
       active_[b] = std::move(active);
     }
   }
-  if (options_.sharding == Sharding::kParameter) return;
+  if (!aliased()) return;
   for (auto& group : local_) {
     for (auto& local : group) {
-      const auto [bucket, slot] = places_[local.index];
-      if (moved[bucket]) local.tensor.set_data(buckets_[bucket].view(slot, local.elements));
+      if (moved[places_[local.index].bucket]) {
+        local.tensor.set_data(local_view(local.index, local.elements));
+      }
       if (flipped) local.tensor.set_requires_grad(trainable_[local.index]);
     }
   }
 }
 
+void ShardEngine::set_gradient(LocalParam& local, const at::Tensor& gradient) {
+  if (!gradient.defined() || options_.sharding == Sharding::kParameter) {
+    local.tensor.mutable_grad() = gradient;
+    return;
+  }
+  TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
+                    "shardstep: expected a dense gradient for parameter ", local.index, ", got ",
+                    gradient.layout(), "; sharding by parameter takes it (rank ", rank(), " of ",
+                    world_size(), ")");
+  local.tensor.mutable_grad() = flat_view(in_order_of(params_[local.index], gradient))
+                                    .narrow(0, local.elements.begin, local.elements.size());
+}
+
+// Else zero_grad would not free them.
+void ShardEngine::drop_gradients() {
+  if (!aliased()) return;
+  for (auto& group : local_) {
+    for (auto& local : group) local.tensor.mutable_grad().reset();
+  }
+}
+
 void ShardEngine::before_step() {
   follow_params();
-  if (options_.sharding == Sharding::kParameter) return;
+  if (!aliased()) return;
   for (auto& group : local_) {
-    for (auto& local : group) {
-      const auto& param = params_[local.index];
-      const auto& gradient = param.grad();
-      if (!gradient.defined()) {
-        local.tensor.mutable_grad().reset();
-        continue;
-      }
-      TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
-                        "shardstep: expected a dense gradient for parameter ", local.index,
-                        ", got ", gradient.layout(), "; sharding by parameter takes it (rank ",
-                        rank(), " of ", world_size(), ")");
-      local.tensor.mutable_grad() = flat_view(in_order_of(param, gradient))
-                                        .narrow(0, local.elements.begin, local.elements.size());
-    }
+    for (auto& local : group) set_gradient(local, params_[local.index].grad());
   }
 }
 
 void ShardEngine::after_step() {
-  if (options_.sharding == Sharding::kElement) {
-    // Else zero_grad would not free the gradients.
-    for (auto& group : local_) {
-      for (auto& local : group) local.tensor.mutable_grad().reset();
-    }
-  }
+  drop_gradients();
   if (!exchange_) return;
   at::NoGradGuard no_grad;
   std::vector<std::unique_ptr<Pending>> pending;
@@ -222,6 +231,35 @@ void ShardEngine::after_step() {
     pending.push_back(exchange_->all_gather(parts_[b], static_cast<int>(b)));
   }
   for (auto& bucket : pending) bucket->wait();
+}
+
+void ShardEngine::before_partial_step(const std::vector<ParamGradient>& gradients) {
+  TORCH_INTERNAL_ASSERT(options_.overlap);
+  follow_params();
+  for (const auto& [index, gradient] : gradients) {
+    if (const auto place = local_places_[index]) {
+      set_gradient(local_[place->group][place->position], gradient);
+    }
+  }
+}
+
+std::unique_ptr<Pending> ShardEngine::after_partial_step(
+    const std::vector<ParamGradient>& gradients, int tag) {
+  // Buckets count from 0, and state has the two highest tags.
+  constexpr int kPartialTag = 0x8000;
+  drop_gradients();
+  if (!exchange_) return nullptr;
+  at::NoGradGuard no_grad;
+  Parts parts(world_size());
+  for (const auto& [index, gradient] : gradients) {
+    const auto [bucket, slot] = places_[index];
+    for (const auto& slice : partition_.slices(index)) {
+      if (!slice.elements.empty()) {
+        parts[slice.rank].push_back(buckets_[bucket].view(slot, slice.elements));
+      }
+    }
+  }
+  return exchange_->all_gather(parts, kPartialTag + tag);
 }
 
 }  // namespace shardstep

@@ -33,7 +33,8 @@ EngineOptions engine_options(const ZeroOptions& options) {
       .storage =
           options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
       .exchange = options.exchange(),
-      .bucket_cap_bytes = static_cast<int64_t>(std::ceil(options.bucket_cap_mb() * 1024 * 1024))};
+      .bucket_cap_bytes = static_cast<int64_t>(std::ceil(options.bucket_cap_mb() * 1024 * 1024)),
+      .overlap = options.overlap_with_ddp()};
 }
 
 std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerOptions& options) {
@@ -144,6 +145,9 @@ void ZeroRedundancyOptimizer::adopt_new_groups(std::exception_ptr error) {
     throw;
   }
 
+  for (int64_t i = static_cast<int64_t>(index_of_.size()); i < engine_->param_count(); ++i) {
+    index_of_.emplace(engine_->param(i).unsafeGetTensorImpl(), i);
+  }
   std::vector<OptimizerParamGroup> added;
   for (size_t g = known; g < param_groups_.size(); ++g) {
     std::vector<at::Tensor> params;
@@ -171,6 +175,13 @@ void ZeroRedundancyOptimizer::pull_options() {
 }
 
 at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
+  if (overlap_with_ddp()) {
+    TORCH_WARN(
+        "shardstep: step() does nothing with overlap_with_ddp: the hook of zero_hooks.h updates "
+        "the parameters inside the backward pass (rank ",
+        rank(), " of ", world_size(), ")");
+    return {};
+  }
   adopt_new_groups(nullptr);
   consolidated_.reset();
   push_options();
@@ -190,6 +201,32 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   return loss;
 }
 
+void ZeroRedundancyOptimizer::update(
+    const std::vector<std::pair<at::Tensor, at::Tensor>>& params_and_gradients, int tag) {
+  TORCH_CHECK_VALUE(overlap_with_ddp(),
+                    "shardstep: expected an optimizer with overlap_with_ddp (rank ", rank(), " of ",
+                    world_size(), ")");
+  adopt_new_groups(nullptr);
+  consolidated_.reset();
+  std::vector<ParamGradient> gradients;
+  for (const auto& [param, gradient] : params_and_gradients) {
+    const auto found = index_of_.find(param.unsafeGetTensorImpl());
+    if (found != index_of_.end()) gradients.push_back({found->second, gradient});
+  }
+  push_options();
+  engine_->before_partial_step(gradients);
+  optim_->step();
+  pull_options();
+  if (auto pending = engine_->after_partial_step(gradients, tag)) {
+    arriving_.push_back(std::move(pending));
+  }
+}
+
+void ZeroRedundancyOptimizer::wait() {
+  const auto arriving = std::exchange(arriving_, {});
+  for (const auto& pending : arriving) pending->wait();
+}
+
 NamedValues ZeroRedundancyOptimizer::read_local_state(const at::Tensor& tensor) const {
   const auto& states = std::as_const(*optim_).state();
   const auto found = states.find(tensor.unsafeGetTensorImpl());
@@ -197,6 +234,7 @@ NamedValues ZeroRedundancyOptimizer::read_local_state(const at::Tensor& tensor) 
 }
 
 std::optional<StateDict> ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
+  wait();
   adopt_new_groups(nullptr);
   consolidated_.reset();
   EngineState local;
@@ -233,6 +271,7 @@ const StateDict& ZeroRedundancyOptimizer::state_dict() const {
 }
 
 void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
+  wait();
   const auto where = c10::str(" (rank ", rank(), " of ", world_size(), ")");
   TORCH_CHECK_VALUE(dict.param_groups.size() == param_groups_.size(), "shardstep: expected ",
                     param_groups_.size(), " param groups, got ", dict.param_groups.size(), where);

@@ -9,6 +9,7 @@
 #include <exception>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,8 @@ struct EngineOptions {
   BucketStorage storage = BucketStorage::kInPlace;
   ExchangeKind exchange = ExchangeKind::kAuto;
   int64_t bucket_cap_bytes = 0;  // 0: one bucket a dtype and device
+  // The update runs inside the backward pass, some parameters at a time.
+  bool overlap = false;
 };
 
 // Parameters and, in words, everything else that ranks must agree on about them.
@@ -33,12 +36,17 @@ struct EngineGroup {
   std::string description;
 };
 
-// What the local optimizer updates: the parameter itself, or a 1-D view of some of its elements
-// whose gradient before_step sets.
+// What the local optimizer updates: the parameter itself, or, by element and with overlap, a tensor
+// over the same memory whose gradient the engine sets: a 1-D view of some of the elements, or all.
 struct LocalParam {
   int64_t index = 0;  // of the parameter, across groups
   Range elements;     // of the parameter, in memory order
   at::Tensor tensor;
+};
+
+struct ParamGradient {
+  int64_t index = 0;  // of the parameter, across groups
+  at::Tensor gradient;
 };
 
 // A value of a parameter's optimizer state: a tensor, or bytes that only the caller understands.
@@ -75,6 +83,13 @@ class SHARDSTEP_API ShardEngine {
   // Sends what this rank owns to every other and receives the rest. Collective.
   void after_step();
 
+  // The same for some parameters, whose gradients are given: the local optimizer sees no others.
+  // REQUIRES: the overlap option.
+  void before_partial_step(const std::vector<ParamGradient>& gradients);
+  // Starts sending what changed. Ranks agree on the parameters and the tag; steps with different
+  // tags may come in any order. Collective.
+  std::unique_ptr<Pending> after_partial_step(const std::vector<ParamGradient>& gradients, int tag);
+
   // The state of all ranks on rank `to`, whole and on the CPU; empty elsewhere. Tensors go to `to`
   // alone, a bucket at a time. Collective.
   EngineState gather_state(const EngineState& local, int to);
@@ -95,10 +110,19 @@ class SHARDSTEP_API ShardEngine {
     size_t bucket;
     size_t slot;
   };
+  struct LocalPlace {
+    size_t group;
+    size_t position;
+  };
   int64_t kind_of(const at::Tensor& param);
   void build_new_buckets();
   void add_local_params(size_t group);
   void follow_params();
+  // Whether local parameters are tensors of the engine's own.
+  bool aliased() const { return options_.sharding == Sharding::kElement || options_.overlap; }
+  at::Tensor local_view(int64_t param, Range elements) const;
+  void set_gradient(LocalParam& local, const at::Tensor& gradient);
+  void drop_gradients();
   std::vector<const Slice*> owned_slices(int rank) const;
 
   ProcessGroupPtr group_;
@@ -108,11 +132,12 @@ class SHARDSTEP_API ShardEngine {
   std::vector<at::Tensor> params_;      // by index across groups
   std::vector<std::string> kinds_;
   std::vector<Bucket> buckets_;
-  std::vector<Place> places_;                   // by parameter
-  std::vector<std::vector<bool>> active_;       // by bucket and slot: what travels
-  std::vector<Parts> parts_;                    // by bucket
-  std::vector<bool> trainable_;                 // by parameter, when last looked at
-  std::vector<std::vector<LocalParam>> local_;  // by group
+  std::vector<Place> places_;                            // by parameter
+  std::vector<std::vector<bool>> active_;                // by bucket and slot: what travels
+  std::vector<Parts> parts_;                             // by bucket
+  std::vector<bool> trainable_;                          // by parameter, when last looked at
+  std::vector<std::vector<LocalParam>> local_;           // by group
+  std::vector<std::optional<LocalPlace>> local_places_;  // by parameter; nothing if not owned here
 };
 
 }  // namespace shardstep

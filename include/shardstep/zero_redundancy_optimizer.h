@@ -13,6 +13,8 @@
 
 #include <memory>
 #include <optional>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "shardstep/local_optimizer.h"
@@ -28,6 +30,9 @@ struct ZeroOptions {
   TORCH_ARG(ExchangeKind, exchange) = ExchangeKind::kAuto;
   // Parameters become views of one flat tensor a dtype and device, which travels in one piece.
   TORCH_ARG(bool, parameters_as_bucket_view) = false;
+  // The update runs inside DistributedDataParallel's backward pass, by a hook of zero_hooks.h;
+  // step() only warns.
+  TORCH_ARG(bool, overlap_with_ddp) = false;
   // Buckets of at most this size, 0 for no limit; a bucket is what moves at a time.
   TORCH_ARG(double, bucket_cap_mb) = 0;
 };
@@ -55,6 +60,13 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   // Updates what this rank owns, then brings all parameters up to date on every rank. Returns the
   // closure's loss. Collective.
   at::Tensor step(LossClosure closure = nullptr) override;
+
+  // For zero_hooks.h: updates what this rank owns of these parameters, and starts sending it; other
+  // parameters than the optimizer's are passed over. REQUIRES: overlap_with_ddp. Collective, with
+  // the same parameters and tag on every rank; updates with different tags may come in any order.
+  void update(const std::vector<std::pair<at::Tensor, at::Tensor>>& params_and_gradients, int tag);
+  // Returns when what update() sent has arrived, on this rank. Collective.
+  void wait();
 
   // Collective. A group added through the base class is noticed at the next collective call.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
@@ -84,6 +96,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   bool parameters_as_bucket_view() const {
     return engine_->options().storage == BucketStorage::kFlat;
   }
+  bool overlap_with_ddp() const { return engine_->options().overlap; }
   // Bytes of optimizer state that this rank holds.
   int64_t local_state_bytes() const;
 
@@ -100,6 +113,8 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   std::unique_ptr<ShardEngine> engine_;
   std::unique_ptr<torch::optim::Optimizer> optim_;
   std::optional<StateDict> consolidated_;
+  std::unordered_map<const void*, int64_t> index_of_;  // by the parameter's TensorImpl
+  std::vector<std::unique_ptr<Pending>> arriving_;     // what update() sent
 };
 
 }  // namespace shardstep
