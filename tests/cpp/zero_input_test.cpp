@@ -80,13 +80,7 @@ TEST(ZeroInput, TiedWeightsCountOnce) {
                                    ZeroOptions().process_group(group).sharding(sharding));
       EXPECT_EQ(zero.engine().param_count(), 8);
       auto plain = local.make(one_group(plain_params));
-      for (int step = 0; step < 3; ++step) {
-        set_gradients(params, step);
-        set_gradients(plain_params, step);
-        zero.step();
-        plain->step();
-        expect_equal(params, plain_params);
-      }
+      test::expect_same_steps(zero, params, *plain, plain_params, 3);
       const auto dict = zero.consolidate_state_dict();
       if (dict) {
         EXPECT_EQ(dict->param_groups[0].params.size(), 8u);
@@ -238,13 +232,7 @@ TEST(ZeroInput, AddedGroupsThatDifferChangeNothing) {
         error_of<c10::ValueError>(
             [&] { zero.add_param_group(OptimizerParamGroup(std::vector<at::Tensor>{params[0]})); });
         EXPECT_EQ(zero.param_groups().size(), 1u);
-        for (int step = 0; step < 2; ++step) {
-          set_gradients(params, step);
-          set_gradients(plain_params, step);
-          zero.step();
-          plain->step();
-          expect_equal(params, plain_params);
-        }
+        test::expect_same_steps(zero, params, *plain, plain_params, 2);
       },
       std::chrono::seconds(20));
 }

@@ -375,13 +375,7 @@ TEST(ZeroStep, MixedDtypesShardByElement) {
                                        .sharding(Sharding::kElement)
                                        .parameters_as_bucket_view(view));
       auto plain = local.make(one_group(plain_params));
-      for (int step = 0; step < 4; ++step) {
-        set_gradients(params, step);
-        set_gradients(plain_params, step);
-        zero.step();
-        plain->step();
-        expect_equal(params, plain_params);
-      }
+      test::expect_same_steps(zero, params, *plain, plain_params, 4);
     }
   });
 }
@@ -399,13 +393,7 @@ TEST(ZeroStep, SubGroupsAreIndependent) {
     EXPECT_EQ(zero.rank(), world->getRank() == 3 ? 0 : 1);
     EXPECT_EQ(zero.global_rank(), world->getRank());
     auto plain = local.make(one_group(plain_params));
-    for (int step = 0; step < 3; ++step) {
-      set_gradients(params, step);
-      set_gradients(plain_params, step);
-      zero.step();
-      plain->step();
-      expect_equal(params, plain_params);
-    }
+    test::expect_same_steps(zero, params, *plain, plain_params, 3);
     const auto dict = zero.consolidate_state_dict(1);
     EXPECT_EQ(dict.has_value(), zero.rank() == 1);
   });

@@ -51,6 +51,19 @@ inline void expect_equal(const std::vector<at::Tensor>& got,
   }
 }
 
+// Both optimizers make `steps` steps on the same gradients; the parameters agree after each.
+inline void expect_same_steps(torch::optim::Optimizer& zero, const std::vector<at::Tensor>& params,
+                              torch::optim::Optimizer& plain,
+                              const std::vector<at::Tensor>& plain_params, int steps) {
+  for (int step = 0; step < steps; ++step) {
+    set_gradients(params, step);
+    set_gradients(plain_params, step);
+    zero.step();
+    plain.step();
+    expect_equal(params, plain_params, "step " + std::to_string(step));
+  }
+}
+
 inline void expect_equal(const StateDict& got, const StateDict& expected) {
   ASSERT_EQ(got.param_groups.size(), expected.param_groups.size());
   for (size_t g = 0; g < got.param_groups.size(); ++g) {

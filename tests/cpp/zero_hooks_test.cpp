@@ -1,0 +1,401 @@
+// hook_with_zero_step and its interleaved sister: parity with DDP followed by the plain optimizer.
+
+#include "shardstep/zero_hooks.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <random>
+#include <thread>
+
+#include "zero_support.h"
+
+namespace shardstep {
+namespace {
+
+using test::error_of;
+using test::run_ranks;
+using torch::optim::AdamWOptions;
+
+// Five layers of different sizes, one of them unused if `skip` says so.
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(uint64_t seed) {
+    const auto random = test::generator(seed);
+    for (int i = 0; i < 5; ++i) {
+      layers.push_back(
+          register_module("layer" + std::to_string(i), torch::nn::Linear(12 + i, 13 + i)));
+    }
+    at::NoGradGuard no_grad;
+    for (auto& param : parameters()) param.copy_(torch::randn(param.sizes(), random) / 4);
+  }
+  at::Tensor forward(at::Tensor x, int skip = -1) {
+    for (int i = 0; i < 5; ++i) {
+      // A skipped layer's place is taken by padding.
+      x = i == skip ? torch::constant_pad_nd(x, {0, 1}) : layers[i]->forward(x).tanh();
+    }
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+TORCH_MODULE(Net);
+
+at::Tensor input(int rank, int step) {
+  return torch::randn({6, 12}, test::generator(100 * rank + step));
+}
+
+using HookMaker = CommHook (*)(CommHook, DistributedDataParallelBase&, ZeroRedundancyOptimizer&,
+                               bool);
+const std::vector<HookMaker> kHooks{hook_with_zero_step, hook_with_zero_step_interleaved};
+
+struct Setting {
+  bool view = false;
+  bool static_graph = false;
+  bool shard_buckets = false;
+  bool find_unused = false;
+  HookMaker hook = hook_with_zero_step;
+  Sharding sharding = Sharding::kParameter;
+};
+
+DistributedDataParallelOptions ddp_options(const ProcessGroupPtr& group, const Setting& setting) {
+  return DistributedDataParallelOptions()
+      .process_group(group)
+      .gradient_as_bucket_view(setting.view)
+      .static_graph(setting.static_graph)
+      .find_unused_parameters(setting.find_unused)
+      .bucket_cap_mb(0.001);  // several buckets, which are rebuilt after the first iteration
+}
+
+ZeroOptions zero_options(const ProcessGroupPtr& group, const Setting& setting) {
+  return ZeroOptions().process_group(group).sharding(setting.sharding).overlap_with_ddp(true);
+}
+
+std::vector<torch::optim::OptimizerParamGroup> two_groups(const std::vector<at::Tensor>& params,
+                                                          const LocalOptimizer& local) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<at::Tensor>(params.begin(), params.begin() + 3));
+  auto options = local.defaults->clone();
+  options->set_lr(options->get_lr() * 3);
+  groups.emplace_back(std::vector<at::Tensor>(params.begin() + 3, params.end()),
+                      std::move(options));
+  return groups;
+}
+
+// At two ranks every sum has two terms and halving is exact, so the bits agree. At more, DDP
+// without a hook divides before it adds up, and our all-reduce hook may add in another order: a
+// relative difference of some 1e-6 a step, which Adam's division can enlarge.
+void expect_like_plain(const Net& got, const Net& expected, int world_size) {
+  const auto a = got->parameters(), b = expected->parameters();
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (world_size <= 2) {
+      EXPECT_TRUE(at::equal(a[i], b[i]))
+          << "parameter " << i << " differs by " << (a[i] - b[i]).abs().max().item<double>();
+    } else {
+      EXPECT_TRUE(at::allclose(a[i], b[i], 1e-4, 1e-5))
+          << "parameter " << i << " differs by " << (a[i] - b[i]).abs().max().item<double>();
+    }
+  }
+}
+
+void run_parity(
+    const ProcessGroupPtr& group, const Setting& setting, const LocalOptimizer& local,
+    const std::function<int(int)>& skip = [](int) { return -1; }) {
+  Net net(1), plain_net(1);
+  DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+  DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+  ZeroRedundancyOptimizer zero(two_groups(net->parameters(), local), local,
+                               zero_options(group, setting));
+  auto plain = local.make(two_groups(plain_net->parameters(), local));
+  ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, setting.shard_buckets));
+  for (int step = 0; step < 10; ++step) {
+    const auto batch = input(group->getRank(), step);
+    zero.zero_grad();
+    ddp(batch, skip(step)).square().mean().backward();
+    plain->zero_grad();
+    plain_ddp(batch, skip(step)).square().mean().backward();
+    plain->step();
+    if (step < 3 || step == 9) {
+      zero.wait();
+      expect_like_plain(net, plain_net, group->getSize());
+      if (testing::Test::HasFailure()) {
+        ADD_FAILURE() << "at step " << step;
+        return;
+      }
+    }
+  }
+}
+
+class WorldSize : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(ZeroHooks, WorldSize, testing::Values(1, 2, 3, 4));
+
+TEST_P(WorldSize, EqualDdpAndThePlainOptimizerInEveryCombination) {
+  run_ranks(GetParam(), [](const ProcessGroupPtr& group) {
+    for (int bits = 0; bits < 32; ++bits) {
+      run_parity(group,
+                 {.view = (bits & 1) != 0,
+                  .static_graph = (bits & 2) != 0,
+                  .shard_buckets = (bits & 4) != 0,
+                  .hook = kHooks[(bits >> 3) & 1],
+                  .sharding = (bits & 16) != 0 ? Sharding::kElement : Sharding::kParameter},
+                 local_optimizer(AdamWOptions(0.01)));
+      if (testing::Test::HasFailure()) {
+        ADD_FAILURE() << "combination " << bits;
+        return;
+      }
+    }
+  });
+}
+
+TEST(ZeroHooks, EveryOptimizer) {
+  run_ranks(2, [](const ProcessGroupPtr& group) {
+    for (const auto& local : {local_optimizer(torch::optim::AdamOptions(0.01).amsgrad(true)),
+                              local_optimizer(torch::optim::SGDOptions(0.1).momentum(0.9)),
+                              local_optimizer(torch::optim::SGDOptions(0.1)),
+                              local_optimizer(torch::optim::AdagradOptions(0.1)),
+                              local_optimizer(torch::optim::RMSpropOptions(0.01))}) {
+      for (auto hook : kHooks) run_parity(group, {.hook = hook}, local);
+    }
+  });
+}
+
+TEST(ZeroHooks, UnusedParametersAreLeftAlone) {
+  for (auto hook : kHooks) {
+    for (bool view : {false, true}) {
+      run_ranks(2, [&](const ProcessGroupPtr& group) {
+        // Another layer is left out each time; all ranks agree on it.
+        run_parity(group, {.view = view, .find_unused = true, .hook = hook},
+                   local_optimizer(AdamWOptions(0.01)), [](int step) { return step % 6 - 1; });
+        // In a static graph it is always the same one.
+        run_parity(group, {.view = view, .static_graph = true, .hook = hook},
+                   local_optimizer(AdamWOptions(0.01)), [](int) { return 2; });
+      });
+    }
+  }
+}
+
+TEST(ZeroHooks, FrozenUnfrozenAndAddedParameters) {
+  for (auto hook : kHooks) {
+    run_ranks(2, [&](const ProcessGroupPtr& group) {
+      const auto local = local_optimizer(AdamWOptions(0.01));
+      const Setting setting{.find_unused = true, .hook = hook};
+      Net net(1), plain_net(1);
+      DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+      DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+      // The last layer comes later.
+      auto params = net->parameters(), plain_params = plain_net->parameters();
+      const std::vector<at::Tensor> last(params.end() - 2, params.end());
+      const std::vector<at::Tensor> plain_last(plain_params.end() - 2, plain_params.end());
+      params.resize(8);
+      plain_params.resize(8);
+      ZeroRedundancyOptimizer zero(params, local, zero_options(group, setting));
+      auto plain = local.make(test::one_group(plain_params));
+      ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+      for (int step = 0; step < 9; ++step) {
+        for (auto* one : {&net, &plain_net}) {
+          if (step == 2) (*one)->layers[1]->weight.set_requires_grad(false);
+          if (step == 5) (*one)->layers[1]->weight.set_requires_grad(true);
+        }
+        if (step == 3) {
+          zero.add_param_group(torch::optim::OptimizerParamGroup(last));
+          plain->add_param_group(torch::optim::OptimizerParamGroup(plain_last));
+        }
+        const auto batch = input(group->getRank(), step);
+        ddp.zero_grad();
+        ddp(batch).square().mean().backward();
+        plain_ddp.zero_grad();
+        plain_ddp(batch).square().mean().backward();
+        plain->step();
+        zero.wait();
+        expect_like_plain(net, plain_net, 2);
+      }
+    });
+  }
+}
+
+TEST(ZeroHooks, AccumulationAndSchedules) {
+  for (auto hook : kHooks) {
+    run_ranks(2, [&](const ProcessGroupPtr& group) {
+      const auto local = local_optimizer(AdamWOptions(0.02));
+      const Setting setting{.hook = hook, .sharding = Sharding::kElement};
+      Net net(1), plain_net(1);
+      DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+      DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+      ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
+      auto plain = local.make(test::one_group(plain_net->parameters()));
+      torch::optim::StepLR schedule(zero, 2, 0.5), plain_schedule(*plain, 2, 0.5);
+      ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+      for (int step = 0; step < 6; ++step) {
+        auto pass = [&](DistributedDataParallel<Net>& model) {
+          model.zero_grad();
+          {
+            const auto local_only = model.no_sync();
+            model(input(group->getRank(), 50 + step)).square().mean().backward();
+          }
+          model(input(group->getRank(), step)).square().mean().backward();
+        };
+        pass(ddp);
+        pass(plain_ddp);
+        plain->step();
+        schedule.step();
+        plain_schedule.step();
+        zero.wait();
+        expect_like_plain(net, plain_net, 2);
+      }
+    });
+  }
+}
+
+TEST(ZeroHooks, StateConsolidatesAndResumes) {
+  run_ranks(3, [](const ProcessGroupPtr& group) {
+    const auto local = local_optimizer(AdamWOptions(0.01));
+    const Setting setting{.hook = hook_with_zero_step_interleaved};
+    Net net(1);
+    DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+    ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
+    ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+    for (int step = 0; step < 3; ++step) {
+      zero.zero_grad();
+      ddp(input(group->getRank(), step)).square().mean().backward();
+    }
+    if (const auto dict = zero.consolidate_state_dict(0)) {
+      EXPECT_EQ(dict->state.size(), 10u);
+      for (const auto& [index, values] : dict->state) {
+        EXPECT_EQ(values["step"].toTensor().item<float>(), 3) << index;
+        EXPECT_EQ(values["exp_avg"].toTensor().sizes(), net->parameters()[index].sizes());
+      }
+      zero.load_state_dict(*dict);
+    }
+  });
+}
+
+TEST(ZeroHooks, ABackwardPassThatThrowsLeavesNothingBehind) {
+  run_ranks(2, [](const ProcessGroupPtr& group) {
+    const auto local = local_optimizer(AdamWOptions(0.01));
+    const Setting setting{.hook = hook_with_zero_step};
+    Net net(1), plain_net(1);
+    DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+    DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+    ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
+    auto plain = local.make(test::one_group(plain_net->parameters()));
+    ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+    for (int step = 0; step < 4; ++step) {
+      if (step == 2) {
+        // Before the first gradient, on every rank.
+        auto output = ddp(input(group->getRank(), 9));
+        output.register_hook([](at::Tensor) { throw std::runtime_error("on purpose"); });
+        EXPECT_THROW(output.square().mean().backward(), std::runtime_error);
+      }
+      zero.zero_grad();
+      plain->zero_grad();
+      ddp(input(group->getRank(), step)).square().mean().backward();
+      plain_ddp(input(group->getRank(), step)).square().mean().backward();
+      plain->step();
+      zero.wait();
+      expect_like_plain(net, plain_net, 2);
+    }
+  });
+}
+
+TEST(ZeroHooks, MisuseIsSaid) {
+  run_ranks(1, [](const ProcessGroupPtr& group) {
+    Net net(1);
+    DistributedDataParallel<Net> ddp(net, ddp_options(group, {}));
+    ZeroRedundancyOptimizer without(net->parameters(), AdamWOptions(),
+                                    ZeroOptions().process_group(group));
+    for (auto hook : kHooks) {
+      const auto message =
+          error_of<c10::ValueError>([&] { hook(allreduce_hook(group), ddp, without, false); });
+      EXPECT_NE(message.find("overlap_with_ddp"), std::string::npos) << message;
+    }
+    ZeroRedundancyOptimizer zero(net->parameters(), AdamWOptions(), zero_options(group, {}));
+    EXPECT_THROW(hook_with_zero_step(nullptr, ddp, zero), c10::TypeError);
+    // step() is not the way to update: it says so, and does nothing.
+    struct Recorder : c10::WarningHandler {
+      void process(const c10::Warning& warning) override { message = warning.msg(); }
+      std::string message;
+    } recorder;
+    c10::WarningUtils::WarningHandlerGuard guard(&recorder);
+    for (auto& param : net->parameters()) param.mutable_grad() = torch::ones_like(param);
+    const auto before = net->parameters()[0].detach().clone();
+    EXPECT_FALSE(zero.step().defined());
+    EXPECT_NE(recorder.message.find("overlap_with_ddp"), std::string::npos);
+    EXPECT_TRUE(at::equal(net->parameters()[0], before));
+  });
+}
+
+// Ranks reach their buckets at different times, in every round other ones: nothing may hang, and
+// the result is the same.
+TEST(ZeroHooks, SoakWithRandomDelays) {
+  constexpr int kRounds = 200;
+  run_ranks(
+      3,
+      [](const ProcessGroupPtr& group) {
+        const auto local = local_optimizer(AdamWOptions(0.001));
+        const Setting setting{.hook = hook_with_zero_step_interleaved,
+                              .sharding = Sharding::kElement};
+        Net net(1), plain_net(1);
+        DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+        DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+        ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
+        auto plain = local.make(test::one_group(plain_net->parameters()));
+        std::mt19937 random(17 + group->getRank());
+        auto delayed = [&, inner = allreduce_hook(group)](c10d::GradBucket& bucket) {
+          if (random() % 3 == 0) {
+            std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+          }
+          return inner(bucket);
+        };
+        ddp.register_comm_hook(setting.hook(delayed, ddp, zero, false));
+        plain_ddp.register_comm_hook(allreduce_hook(group));
+        for (int round = 0; round < kRounds; ++round) {
+          zero.zero_grad();
+          plain->zero_grad();
+          const auto batch = input(group->getRank(), round);
+          ddp(batch).square().mean().backward();
+          plain_ddp(batch).square().mean().backward();
+          plain->step();
+        }
+        zero.wait();
+        // Both reduce by the same hook, so the bits agree at any world size.
+        expect_like_plain(net, plain_net, 2);
+      },
+      std::chrono::seconds(240));
+}
+
+TEST(ZeroHooks, UnevenInputs) {
+  for (auto hook : kHooks) {
+    run_ranks(3, [&](const ProcessGroupPtr& group) {
+      const auto local = local_optimizer(AdamWOptions(0.01));
+      const Setting setting{.hook = hook};
+      Net net(1), plain_net(1);
+      DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+      DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+      ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
+      auto plain = local.make(test::one_group(plain_net->parameters()));
+      ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+      plain_ddp.register_comm_hook(allreduce_hook(group));
+      const int inputs = 4 + 2 * group->getRank();
+      {
+        Join join({ddp});
+        for (int step = 0; step < inputs; ++step) {
+          zero.zero_grad();
+          ddp(input(group->getRank(), step)).square().mean().backward();
+        }
+        join.finish();
+      }
+      {
+        Join join({plain_ddp});
+        for (int step = 0; step < inputs; ++step) {
+          plain->zero_grad();
+          plain_ddp(input(group->getRank(), step)).square().mean().backward();
+          plain->step();
+        }
+        join.finish();
+      }
+      // DDP gives everyone the last joiner's parameters.
+      expect_like_plain(net, plain_net, 2);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace shardstep
