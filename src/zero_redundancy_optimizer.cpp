@@ -76,6 +76,15 @@ NamedValues from_engine(const ParamState& state) {
   return values;
 }
 
+class StepHook : public JoinHook {
+ public:
+  explicit StepHook(ZeroRedundancyOptimizer& optimizer) : optimizer_(optimizer) {}
+  void main_hook() override { optimizer_.step(); }
+
+ private:
+  ZeroRedundancyOptimizer& optimizer_;
+};
+
 }  // namespace
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup> param_groups,
@@ -171,6 +180,8 @@ void ZeroRedundancyOptimizer::pull_options() {
 }
 
 at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
+  // A closure's forward announces itself, and joined ranks must shadow it before this step.
+  if (!closure) Join::notify_join_context(*this);
   adopt_new_groups(nullptr);
   consolidated_.reset();
   push_options();
@@ -182,6 +193,7 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
       engine_->before_step();
       return value;
     });
+    Join::notify_join_context(*this);
   } else {
     loss = optim_->step();
   }
@@ -189,6 +201,12 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   engine_->after_step();
   return loss;
 }
+
+std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&) {
+  return std::make_unique<StepHook>(*this);
+}
+
+at::Device ZeroRedundancyOptimizer::join_device() const { return engine_->param(0).device(); }
 
 NamedValues ZeroRedundancyOptimizer::read_local_state(const at::Tensor& tensor) const {
   const auto& states = std::as_const(*optim_).state();

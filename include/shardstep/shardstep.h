@@ -2,6 +2,8 @@
 
 // Everything a program needs.
 
+#include "shardstep/distributed_data_parallel.h"
+#include "shardstep/join.h"
 #include "shardstep/local_optimizer.h"
 #include "shardstep/optim/adagrad.h"
 #include "shardstep/optim/adam.h"
