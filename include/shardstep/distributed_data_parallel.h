@@ -66,7 +66,7 @@ class SHARDSTEP_API DistributedDataParallelBase : public Joinable {
 
   // While this lives, backward passes of what forward returns only accumulate local gradients; the
   // first synchronised one reduces the sum.
-  class [[nodiscard]] SHARDSTEP_API NoSync {
+  class SHARDSTEP_API NoSync {
    public:
     ~NoSync();
     NoSync(const NoSync&) = delete;
@@ -78,7 +78,7 @@ class SHARDSTEP_API DistributedDataParallelBase : public Joinable {
     DistributedDataParallelBase& ddp_;
     bool before_;
   };
-  NoSync no_sync() { return NoSync(*this); }
+  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 
   // Replaces the all-reduce of a bucket. REQUIRES: no hook yet, and no forward yet.
   void register_comm_hook(CommHook hook);
@@ -96,7 +96,8 @@ class SHARDSTEP_API DistributedDataParallelBase : public Joinable {
 
   const ProcessGroupPtr& process_group() const;
   const DistributedDataParallelOptions& options() const;
-  // The parameters of each bucket, in the order in which buckets are reduced.
+  // The parameters of each bucket, in the order in which buckets are reduced. Not to be called from
+  // a communication hook, which has the bucket itself.
   std::vector<std::vector<at::Tensor>> buckets() const;
   // Buckets follow the order in which gradients arrive from the second forward on.
   bool has_rebuilt_buckets() const;
