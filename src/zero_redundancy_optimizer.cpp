@@ -77,6 +77,15 @@ NamedValues from_engine(const ParamState& state) {
   return values;
 }
 
+class StepHook : public JoinHook {
+ public:
+  explicit StepHook(ZeroRedundancyOptimizer& optimizer) : optimizer_(optimizer) {}
+  void main_hook() override { optimizer_.step(); }
+
+ private:
+  ZeroRedundancyOptimizer& optimizer_;
+};
+
 }  // namespace
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup> param_groups,
@@ -182,6 +191,8 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
         rank(), " of ", world_size(), ")");
     return {};
   }
+  // A closure's forward announces itself, and joined ranks must shadow it before this step.
+  if (!closure) Join::notify_join_context(*this);
   adopt_new_groups(nullptr);
   consolidated_.reset();
   push_options();
@@ -193,6 +204,7 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
       engine_->before_step();
       return value;
     });
+    Join::notify_join_context(*this);
   } else {
     loss = optim_->step();
   }
@@ -226,6 +238,12 @@ void ZeroRedundancyOptimizer::wait() {
   const auto arriving = std::exchange(arriving_, {});
   for (const auto& pending : arriving) pending->wait();
 }
+
+std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&) {
+  return std::make_unique<StepHook>(*this);
+}
+
+at::Device ZeroRedundancyOptimizer::join_device() const { return engine_->param(0).device(); }
 
 NamedValues ZeroRedundancyOptimizer::read_local_state(const at::Tensor& tensor) const {
   const auto& states = std::as_const(*optim_).state();

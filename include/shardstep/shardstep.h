@@ -2,6 +2,8 @@
 
 // Everything a program needs.
 
+#include "shardstep/distributed_data_parallel.h"
+#include "shardstep/join.h"
 #include "shardstep/local_optimizer.h"
 #include "shardstep/optim/adagrad.h"
 #include "shardstep/optim/adam.h"
@@ -10,4 +12,5 @@
 #include "shardstep/process_group.h"
 #include "shardstep/state_dict.h"
 #include "shardstep/version.h"
+#include "shardstep/zero_hooks.h"
 #include "shardstep/zero_redundancy_optimizer.h"

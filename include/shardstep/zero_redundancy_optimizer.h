@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "shardstep/join.h"
 #include "shardstep/local_optimizer.h"
 #include "shardstep/shard_engine.h"
 #include "shardstep/state_dict.h"
@@ -37,7 +38,7 @@ struct ZeroOptions {
   TORCH_ARG(double, bucket_cap_mb) = 0;
 };
 
-class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer {
+class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   // Collective. Throws ValueError on every rank if ranks were given different parameters or
   // options, or if one of them was given something it cannot take. A tensor that comes twice in a
@@ -84,6 +85,11 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   // was consolidated here.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
+
+  // A rank without inputs makes its share of the others' steps, with the gradients it finds.
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
+  at::Device join_device() const override;
+  ProcessGroupPtr join_process_group() const override { return process_group(); }
 
   // The local optimizer. Its params are this rank's, see ShardEngine::local_params.
   torch::optim::Optimizer& optim() { return *optim_; }
