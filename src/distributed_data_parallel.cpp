@@ -1,8 +1,8 @@
 #include "shardstep/distributed_data_parallel.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
@@ -93,17 +93,11 @@ std::unordered_set<const void*> sparse_parameters(torch::nn::Module& module) {
 
 // Joins the graphs of all outputs, so that those left out of the loss pass on "no gradient" and
 // every parameter's hook runs.
-struct Sink : torch::autograd::Function<Sink> {
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                torch::autograd::variable_list outputs) {
-    context->set_materialize_grads(false);
-    // Not the outputs themselves, of which autograd would make views that cannot change in place.
-    for (auto& output : outputs) output = output.detach();
-    return outputs;
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 torch::autograd::variable_list gradients) {
-    return gradients;
+struct Sink : torch::autograd::Node {
+  explicit Sink(const torch::autograd::variable_list& outputs)
+      : Node(torch::autograd::collect_next_edges(outputs)) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    return std::move(gradients);
   }
 };
 
@@ -127,7 +121,12 @@ class HookOfUser : public c10d::CommHookInterface {
   CommHook hook_;
 };
 
-// c10d's, with the two things it knows and does not tell.
+// The reducer makes its views of buckets under this. Autograd does not know them for views then, or
+// libtorch's zero_grad, which detaches gradients in place, would throw with
+// gradient_as_bucket_view.
+using PlainViews = at::AutoDispatchBelowADInplaceOrView;
+
+// c10d's, with what it knows and does not tell.
 class Reducer : public c10d::Reducer {
  public:
   using c10d::Reducer::Reducer;
@@ -169,7 +168,10 @@ struct DistributedDataParallelBase::Impl {
   // Of a static graph: no backward pass has run yet, and the reducer learns the graph from it.
   bool graph_unknown() const { return options.static_graph() && !*graph_known; }
 
-  void rebuild_buckets() { rebuilt = reducer->rebuild_buckets() || rebuilt; }
+  void rebuild_buckets() {
+    PlainViews plain_views;
+    rebuilt = reducer->rebuild_buckets() || rebuilt;
+  }
   void watch_first_backward(const std::vector<at::Tensor*>& outputs);
   void sink(const std::vector<at::Tensor*>& outputs);
   at::Tensor start_plan(bool gradients, c10::intrusive_ptr<c10d::Work>& work) const;
@@ -237,6 +239,7 @@ void DistributedDataParallelBase::Impl::make_reducer() {
   }
   auto indices = std::get<0>(c10d::compute_bucket_assignment_by_size(params, limits, sparse));
   std::reverse(indices.begin(), indices.end());
+  PlainViews plain_views;
   reducer = std::make_shared<Reducer>(
       params, std::move(indices), group, sparse, bucket_bytes(options),
       options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
@@ -297,8 +300,12 @@ void DistributedDataParallelBase::Impl::sink(const std::vector<at::Tensor*>& out
     with_graph.push_back(*output);
   }
   if (places.empty()) return;
-  const auto sunk = Sink::apply(with_graph);
-  for (size_t i = 0; i < places.size(); ++i) *places[i] = sunk[i];
+  const auto node = c10::make_intrusive<Sink>(with_graph);
+  for (auto* place : places) {
+    // The same memory and version, so that the caller may change it in place as without us.
+    *place = place->detach();
+    torch::autograd::create_gradient_edge(*place, node);
+  }
 }
 
 // Ranks that have joined learn what this one is about to do; it learns whose buffers count.

@@ -29,6 +29,14 @@ class Announcement : public c10d::Work {
   void synchronize() override { work_->synchronize(); }
   bool wait(std::chrono::milliseconds timeout) override { return work_->wait(timeout); }
   std::vector<at::Tensor> result() override { return {message_.narrow(0, index_, 1)}; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return work_->getFuture()->then(
+        [result = result()](c10::ivalue::Future& future) -> c10::IValue {
+          future.value();  // throws what went wrong
+          return result;
+        },
+        c10::ListType::ofTensors());
+  }
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
