@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/nn/modules/embedding.h>
+#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <atomic>
@@ -189,6 +190,8 @@ struct DistributedDataParallelBase::Impl {
   std::vector<at::Tensor> params;
   std::vector<bool> sparse;
   std::shared_ptr<Reducer> reducer;
+  std::shared_ptr<c10d::Logger>
+      logger;  // the reducer writes to it, and does not look if it is there
   std::vector<std::function<void()>> forward_pre_hooks;
   std::shared_ptr<std::atomic<bool>> graph_known = std::make_shared<std::atomic<bool>>(false);
   bool sync_gradients = true;
@@ -245,6 +248,8 @@ void DistributedDataParallelBase::Impl::make_reducer() {
       options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
       first_bucket_bytes(options), /*skip_all_reduce_unused_params=*/false,
       /*use_python_reducer=*/false, /*bucket_bytes_cap_list=*/std::vector<int64_t>{});
+  logger = std::make_shared<c10d::Logger>(reducer);
+  reducer->set_logger(logger);
   if (options.static_graph()) reducer->set_static_graph();
 }
 
