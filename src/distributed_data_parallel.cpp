@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/nn/modules/embedding.h>
+#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <atomic>
@@ -194,6 +195,7 @@ struct DistributedDataParallelBase::Impl {
   std::vector<at::Tensor> params;
   std::vector<bool> sparse;
   std::shared_ptr<Reducer> reducer;
+  std::shared_ptr<c10d::Logger> logger;
   std::vector<std::function<void()>> forward_pre_hooks;
   std::shared_ptr<std::atomic<bool>> graph_known = std::make_shared<std::atomic<bool>>(false);
   bool sync_gradients = true;
@@ -248,6 +250,9 @@ void DistributedDataParallelBase::Impl::make_reducer() {
       options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
       first_bucket_bytes(options), /*skip_all_reduce_unused_params=*/false,
       /*use_python_reducer=*/false, /*bucket_bytes_cap_list=*/std::vector<int64_t>{});
+  // The reducer expects one when it searches for unused parameters.
+  logger = std::make_shared<c10d::Logger>(reducer);
+  reducer->set_logger(logger);
   if (options.static_graph()) reducer->set_static_graph();
 }
 
