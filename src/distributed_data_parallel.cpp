@@ -132,8 +132,13 @@ class Reducer : public c10d::Reducer {
  public:
   using c10d::Reducer::Reducer;
 
-  // Which parameters took part in this iteration on this rank; in a static graph, on any rank.
-  at::Tensor& used_map() { return local_used_map_; }
+  // Of a static graph: which parameters take part on any rank.
+  const at::Tensor& used_map() const { return local_used_map_; }
+  // It learns a static graph from the hooks of all backward passes up to the first synchronised
+  // one, and would wait for that many in every later one.
+  void forget_hooks_without_sync() {
+    for (auto& [index, hooks] : numGradHooksTriggeredMap_) hooks = 0;
+  }
 };
 
 // The part of a flat bucket that holds the gradient of `param`, in its memory order.
@@ -190,14 +195,11 @@ struct DistributedDataParallelBase::Impl {
   std::vector<at::Tensor> params;
   std::vector<bool> sparse;
   std::shared_ptr<Reducer> reducer;
-  std::shared_ptr<c10d::Logger>
-      logger;  // the reducer writes to it, and does not look if it is there
+  std::shared_ptr<c10d::Logger> logger;
   std::vector<std::function<void()>> forward_pre_hooks;
   std::shared_ptr<std::atomic<bool>> graph_known = std::make_shared<std::atomic<bool>>(false);
   bool sync_gradients = true;
   bool buffers_due = true;
-  // A backward pass without communication has left local gradients.
-  bool accumulated = false;
   bool forward_ran = false;
   bool has_comm_hook = false;
   bool rebuilt = false;
@@ -248,6 +250,7 @@ void DistributedDataParallelBase::Impl::make_reducer() {
       options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
       first_bucket_bytes(options), /*skip_all_reduce_unused_params=*/false,
       /*use_python_reducer=*/false, /*bucket_bytes_cap_list=*/std::vector<int64_t>{});
+  // The reducer expects one when it searches for unused parameters.
   logger = std::make_shared<c10d::Logger>(reducer);
   reducer->set_logger(logger);
   if (options.static_graph()) reducer->set_static_graph();
@@ -398,8 +401,7 @@ void DistributedDataParallelBase::before_forward() {
   auto& impl = *impl_;
   for (const auto& hook : impl.forward_pre_hooks) hook();
   const bool gradients = at::GradMode::is_enabled() && impl.sync_gradients;
-  // The reducer counts these, and takes the first for the one that shows it a static graph.
-  if (gradients && !(impl.graph_unknown() && impl.forward_ran)) impl.reducer->prepare_for_forward();
+  if (gradients) impl.reducer->prepare_for_forward();
   impl.forward_ran = impl.forward_ran || gradients;
 
   int source = 0;
@@ -430,10 +432,7 @@ void DistributedDataParallelBase::after_forward(const std::vector<at::Tensor*>& 
   auto& impl = *impl_;
   const bool gradients = at::GradMode::is_enabled() && impl.sync_gradients;
   impl.buffers_due = gradients;
-  if (!gradients) {
-    impl.accumulated = impl.accumulated || at::GradMode::is_enabled();
-    return;
-  }
+  if (!gradients) return;
   const bool search = impl.options.find_unused_parameters() && !impl.options.static_graph();
   TORCH_CHECK_TYPE(complete || !(search || impl.graph_unknown()),
                    "shardstep: expected an output that tensor_visitor.h sees through, got another: "
@@ -445,16 +444,10 @@ void DistributedDataParallelBase::after_forward(const std::vector<at::Tensor*>& 
       if (output->defined()) roots.push_back(*output);
     }
   }
+  if (impl.graph_unknown()) impl.reducer->forget_hooks_without_sync();
   impl.reducer->prepare_for_backward(roots);
   if (impl.graph_unknown()) impl.watch_first_backward(outputs);
-  if (!search) return;
-  impl.sink(outputs);
-  // What accumulated without communication counts as used, though this graph may not hold it.
-  if (std::exchange(impl.accumulated, false)) {
-    for (size_t i = 0; i < impl.params.size(); ++i) {
-      if (impl.params[i].grad().defined()) impl.reducer->used_map()[i] = 1;
-    }
-  }
+  if (search) impl.sink(outputs);
 }
 
 DistributedDataParallelBase::NoSync::NoSync(DistributedDataParallelBase& ddp)

@@ -210,11 +210,15 @@ TEST(DdpTest, NoSyncAccumulatesAndTheNextBackwardReducesTheSum) {
             }
             Net local;
             for (int step : {0, 1}) loss_of(local(input_of(rank, step))).backward();
-            EXPECT_TRUE(at::equal(local->last->weight.grad(), ddp.module()->last->weight.grad()));
+            const auto what =
+                c10::str("world ", world, " view ", view, " static ", fixed, " round ", round);
+            EXPECT_TRUE(at::equal(local->last->weight.grad(), ddp.module()->last->weight.grad()))
+                << what;
             loss_of(ddp(input_of(rank, 2))).backward();
             for (size_t i = 0; i < net->parameters().size(); ++i) {
-              EXPECT_TRUE(at::allclose(ddp.parameters()[i].grad(), net->parameters()[i].grad(),
-                                       1e-5, 1e-6));
+              EXPECT_TRUE(
+                  at::allclose(ddp.parameters()[i].grad(), net->parameters()[i].grad(), 1e-5, 1e-6))
+                  << what << " parameter " << i;
             }
           }
         });

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <latch>
 #include <mutex>
 #include <thread>
 
@@ -54,22 +55,28 @@ void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>
     std::fprintf(stderr, "rank %d of %d let an exception through: %s\n", rank, world_size, what);
     if (!first_error) first_error = std::current_exception();
   };
+  // A rank that is done at once would close connections that others are still making.
+  std::latch connected(world_size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank) {
     threads.emplace_back([&, rank] {
       // Dies after the report, so that its error precedes those of the ranks that then see a closed
       // connection.
       ProcessGroupPtr group;
+      bool started = false;
       try {
         at::set_num_threads(1);
         group = make_process_group(store, rank, world_size,
                                    ProcessGroupOptions().backend("gloo").timeout(timeout));
+        started = true;
+        connected.arrive_and_wait();
         body(group);
       } catch (const std::exception& error) {
         report(rank, error.what());
       } catch (...) {
         report(rank, "not a std::exception");
       }
+      if (!started) connected.count_down();
     });
   }
   for (auto& thread : threads) thread.join();
