@@ -164,6 +164,9 @@ enum Plan { kRebuild, kBuffers, kGradients, kUnprepared, kSource, kPlanSize };
 
 struct DistributedDataParallelBase::Impl {
   Impl(std::shared_ptr<torch::nn::Module> module_in, const DistributedDataParallelOptions& given);
+  ~Impl() {
+    for (const auto& [param, hook] : copies) params[param].remove_hook(hook);
+  }
 
   void make_reducer();
   std::vector<at::Tensor> tensors(bool parameters, bool buffers) const;
@@ -194,6 +197,8 @@ struct DistributedDataParallelBase::Impl {
   ProcessGroupPtr group;
   std::vector<at::Tensor> params;
   std::vector<bool> sparse;
+  // Hooks on sparse parameters, by position.
+  std::vector<std::pair<size_t, unsigned>> copies;
   std::shared_ptr<Reducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
   std::vector<std::function<void()>> forward_pre_hooks;
@@ -234,6 +239,13 @@ void DistributedDataParallelBase::Impl::make_reducer() {
     names.emplace(params.size(), item.key());
     sparse.push_back(sparse_ones.count(item->unsafeGetTensorImpl()) > 0);
     params.push_back(item.value());
+    if (sparse.back()) {
+      // The reducer divides a sparse gradient in place, and its values may be memory that the rest
+      // of the backward pass still reads.
+      copies.emplace_back(params.size() - 1, item->register_hook([](at::Tensor gradient) {
+        return gradient.clone();
+      }));
+    }
   }
   // The order of gradients is not known before the first backward pass: one bucket until then,
   // unless there never will be a better order.

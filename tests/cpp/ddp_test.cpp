@@ -718,7 +718,8 @@ TEST(DdpTest, TiedFrozenSparseAndStridedParameters) {
         if (!got[i].grad().defined()) continue;
         EXPECT_EQ(got[i].grad().is_sparse(), expected[i].grad().is_sparse());
         EXPECT_TRUE(
-            at::allclose(got[i].grad().to_dense(), expected[i].grad().to_dense(), 1e-4, 1e-6));
+            at::allclose(got[i].grad().to_dense(), expected[i].grad().to_dense(), 1e-4, 1e-6))
+            << ddp.named_parameters().keys()[i];
       }
     }
     EXPECT_EQ(ddp.trainable_parameters().size(), 4u);
