@@ -52,9 +52,10 @@ test: build  ## Run every test; SANITIZE=1: the C++ ones under ASAN and UBSAN
 	@$(BIN)/python tools/run_tests.py --build $(BUILD) --jobs $(JOBS) $(TEST_FLAGS)
 
 bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
-	@$(NINJA) local_update zero_step
+	@$(NINJA) local_update zero_step ddp_iteration
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
+	@$(BIN)/python benchmarks/ddp.py --build $(BUILD)
 
 format: $(READY)  ## Format the C++ and Python sources
 	@$(BIN)/clang-format -i $(CPP_FILES)
