@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 
 #include "agreement.h"
@@ -121,7 +122,7 @@ Entry describe(const StateValue& value, bool cut) {
 
 at::Tensor inline_tensor(const Entry& entry) {
   auto tensor = at::empty(entry.sizes, entry.dtype);
-  std::memcpy(tensor.mutable_data_ptr(), entry.bytes.data(), entry.bytes.size());
+  std::copy(entry.bytes.begin(), entry.bytes.end(), static_cast<char*>(tensor.mutable_data_ptr()));
   return tensor;
 }
 
@@ -169,7 +170,7 @@ std::vector<Catalogue> gather_catalogues(Exchange& exchange, const ProcessGroupP
   const auto device = detail::control_device(group);
   const auto text = encode(own);
   auto text_tensor = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(text_tensor.mutable_data_ptr(), text.data(), text.size());
+  std::copy(text.begin(), text.end(), static_cast<char*>(text_tensor.mutable_data_ptr()));
   const auto size = at::full({1}, text_tensor.numel(), at::kLong).to(device);
 
   Parts sizes(group->getSize()), texts(group->getSize());
