@@ -3,6 +3,8 @@
 #include <atomic>
 #include <optional>
 
+#include "who.h"
+
 namespace shardstep::detail {
 namespace {
 
@@ -126,9 +128,9 @@ int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& line
 
   const auto texts = all_gather_text(group, text, sizes);
   if (error) std::rethrow_exception(error);
-  const auto who = c10::str(" (rank ", group->getRank(), " of ", group->getSize(), ")");
-  TORCH_CHECK_VALUE(!failed, "shardstep: rank ", *failed, " failed with: ", texts[*failed], who);
-  TORCH_CHECK_VALUE(false, "shardstep: ", first_difference(texts), who);
+  TORCH_CHECK_VALUE(!failed, "shardstep: rank ", *failed, " failed with: ", texts[*failed],
+                    who(group));
+  TORCH_CHECK_VALUE(false, "shardstep: ", first_difference(texts), who(group));
 }
 
 }  // namespace shardstep::detail

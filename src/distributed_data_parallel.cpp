@@ -14,15 +14,14 @@
 #include <unordered_set>
 
 #include "agreement.h"
+#include "who.h"
 
 namespace shardstep {
 namespace {
 
 constexpr size_t kBroadcastBytes = 250u * 1024 * 1024;
 
-std::string who(const ProcessGroupPtr& group) {
-  return c10::str(" (rank ", group->getRank(), " of ", group->getSize(), ")");
-}
+using detail::who;
 
 int64_t bucket_bytes(const DistributedDataParallelOptions& options) {
   return options.bucket_cap_mb() ? static_cast<int64_t>(*options.bucket_cap_mb() * 1024 * 1024)

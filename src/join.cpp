@@ -5,15 +5,15 @@
 #include <exception>
 #include <utility>
 
+#include "who.h"
+
 namespace shardstep {
 namespace {
 
 // As in torch.
 constexpr int64_t kSkewToWarnOf = 1000;
 
-std::string who(const ProcessGroupPtr& group) {
-  return c10::str(" (rank ", group->getRank(), " of ", group->getSize(), ")");
-}
+using detail::who;
 
 // One number a joinable: how many ranks announce it; and one more: how many ranks want all to stop.
 at::Tensor empty_message(int64_t count) { return at::zeros({count + 1}, at::kLong); }

@@ -6,6 +6,8 @@
 #include <deque>
 #include <unordered_set>
 
+#include "who.h"
+
 namespace shardstep {
 namespace {
 
@@ -142,7 +144,7 @@ class OverlappedStep {
 
 CommHook make_hook(CommHook hook, DistributedDataParallelBase& ddp, ZeroRedundancyOptimizer& zero,
                    When when) {
-  const auto who = c10::str(" (rank ", zero.rank(), " of ", zero.world_size(), ")");
+  const auto who = detail::who(zero.process_group());
   TORCH_CHECK_TYPE(hook, "shardstep: expected a hook that reduces, got an empty function", who);
   TORCH_CHECK_VALUE(zero.overlap_with_ddp(),
                     "shardstep: expected an optimizer with overlap_with_ddp, got one without", who);

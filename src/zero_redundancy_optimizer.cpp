@@ -5,6 +5,8 @@
 #include <cmath>
 #include <unordered_set>
 
+#include "who.h"
+
 namespace shardstep {
 namespace {
 
@@ -290,7 +292,7 @@ const StateDict& ZeroRedundancyOptimizer::state_dict() const {
 
 void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
   wait();
-  const auto where = c10::str(" (rank ", rank(), " of ", world_size(), ")");
+  const auto where = detail::who(process_group());
   TORCH_CHECK_VALUE(dict.param_groups.size() == param_groups_.size(), "shardstep: expected ",
                     param_groups_.size(), " param groups, got ", dict.param_groups.size(), where);
 
