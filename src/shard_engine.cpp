@@ -83,10 +83,11 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
   std::vector<std::string> lines;
   if (!failure) {
     try {
-      lines.push_back(c10::str(
-          "sharding by ", options_.sharding == Sharding::kElement ? "element" : "parameter",
-          ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
-          static_cast<int>(options_.exchange), ", bucket cap ", options_.bucket_cap_bytes));
+      lines.push_back(c10::str("sharding by ",
+                               options_.sharding == Sharding::kElement ? "element" : "parameter",
+                               ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
+                               static_cast<int>(options_.exchange), ", bucket cap ",
+                               options_.bucket_cap_bytes, ", overlap ", options_.overlap));
       for (size_t g = 0; g < groups.size(); ++g) {
         const size_t index = group_count() + g;
         lines.push_back(c10::str("group ", index, ": ", groups[g].description));

@@ -193,6 +193,8 @@ TEST(ZeroInput, RanksThatDifferAllHearWhichAndWhere) {
   expect_difference(
       [](Groups&, AdamWOptions&, ZeroOptions& zero) { zero.sharding(Sharding::kElement); },
       {"sharding by parameter", "sharding by element", "on rank 2"});
+  expect_difference([](Groups&, AdamWOptions&, ZeroOptions& zero) { zero.overlap_with_ddp(true); },
+                    {"overlap 0", "overlap 1", "on rank 2"});
   expect_difference(
       [](Groups& groups, AdamWOptions&, ZeroOptions&) {
         groups.emplace_back(std::vector<at::Tensor>{torch::ones({1})});
