@@ -5,7 +5,7 @@
 
 namespace shardstep {
 
-void OverlappedStep::reducing(c10d::GradBucket& bucket, Reduction reduction) {
+void OverlappedStep::reducing(c10d::GradBucket& bucket, BucketReduction reduction) {
   if (bucket.getIndex() == 0) reducing_.clear();  // what a backward pass that threw has left
   reducing_.push_back({static_cast<int>(bucket.getIndex()), std::move(reduction),
                        bucket.getBuffer(), bucket.getParameters(), bucket.getGradients()});

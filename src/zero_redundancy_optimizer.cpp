@@ -26,13 +26,13 @@ void drop_repeats(std::vector<at::Tensor>& params) {
 }
 
 EngineOptions engine_options(const ZeroOptions& options) {
-  return {
-      .sharding = options.sharding(),
-      .storage =
-          options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
-      .exchange = options.exchange(),
-      .bucket_cap_mb = options.bucket_cap_mb(),
-      .overlap = options.overlap_with_ddp()};
+  return {.stage = options.stage(),
+          .sharding = options.sharding(),
+          .storage =
+              options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
+          .exchange = options.exchange(),
+          .bucket_cap_mb = options.bucket_cap_mb(),
+          .overlap = options.overlap_with_ddp()};
 }
 
 std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerOptions& options) {
@@ -209,6 +209,29 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   pull_options();
   engine_->after_step();
   return loss;
+}
+
+void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
+  Optimizer::zero_grad(set_to_none);
+  engine_->drop_sums();
+}
+
+ZeroRedundancyOptimizer::NoSync::NoSync(ShardEngine& engine)
+    : engine_(engine), before_(engine.sync()) {
+  engine_.set_sync(false);
+}
+
+ZeroRedundancyOptimizer::NoSync::~NoSync() { engine_.set_sync(before_); }
+
+double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type,
+                                                bool error_if_nonfinite) {
+  adopt_new_groups(nullptr);
+  return engine_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
+}
+
+void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) {
+  adopt_new_groups(nullptr);
+  engine_->clip_grad_value(clip_value);
 }
 
 void ZeroRedundancyOptimizer::update(
