@@ -73,9 +73,11 @@ check-format: $(READY)  ## Fail if a source is not formatted or a type is wrong
 	@$(BIN)/mypy --no-error-summary
 
 # The wheel is packed from what is in build/: scikit-build-core finds it configured and built.
+# Without its note it never drops the CMake cache, which it would after a change of Python.
 install: $(CONFIGURED)  ## Install the Python package into .venv; PREFIX=dir: the C++ one into dir
 ifeq ($(PREFIX),)
 	@$(NINJA) shardstep_python
+	@rm -f $(BUILD)/.skbuild-info.json
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 	  --no-deps --force-reinstall -C build-dir=$(BUILD) \
 	  -C cmake.define.CMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) .

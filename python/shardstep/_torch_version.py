@@ -9,7 +9,7 @@ def check() -> None:
     """Raises ImportError unless the extension is there and was built for this torch."""
     try:
         from . import _build_info
-    except ModuleNotFoundError:
+    except ImportError:
         raise ImportError(
             f"shardstep: {Path(__file__).parent} is the source, where nothing is built: "
             "run `pip install .` in the clone and import shardstep from elsewhere"
