@@ -1,8 +1,11 @@
-#include <shardstep/version.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.attr("version") = shardstep::version();
-  m.attr("torch_version") = TORCH_VERSION;
+#include "bindings.h"
+#include "shardstep/version.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.attr("version") = shardstep::version();
+  module.attr("torch_version") = TORCH_VERSION;
+  shardstep::python::bind_engine(module);
+  shardstep::python::bind_overlapped_step(module);
 }

@@ -1,15 +1,17 @@
-"""ZeRO for torch, on a C++ engine."""
+"""ZeRO for PyTorch on a C++ engine: a drop-in for torch's ZeroRedundancyOptimizer."""
 
 from pathlib import Path
 
-from . import _torch_version
+from shardstep import _torch_version
 
 _torch_version.check()  # first, since the extension would not load with another torch
 
-from . import _C
+from shardstep import _C
+from shardstep._install import install, uninstall
+from shardstep.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __version__ = _C.version
 cmake_prefix_path = str(Path(_C.__file__).parent)
 """For CMake's find_package(shardstep), as torch.utils.cmake_prefix_path is for torch's."""
 
-__all__ = ["__version__", "cmake_prefix_path"]
+__all__ = ["ZeroRedundancyOptimizer", "__version__", "cmake_prefix_path", "install", "uninstall"]

@@ -8,7 +8,7 @@ import torch
 def check() -> None:
     """Raises ImportError unless the extension is there and was built for this torch."""
     try:
-        from . import _build_info
+        from shardstep import _build_info
     except ImportError:
         raise ImportError(
             f"shardstep: {Path(__file__).parent} is the source, where nothing is built: "

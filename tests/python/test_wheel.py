@@ -94,7 +94,7 @@ def test_files(distribution: importlib.metadata.Distribution) -> None:
     python = {
         str(path.relative_to(source))
         for path in source.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".pyi", ".typed")
     }
     assert {"py.typed", "_C.pyi", "__init__.py"} <= python
     headers = {
