@@ -214,9 +214,14 @@ def test_types_reach_a_users_program(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import shardstep\n"
-        "version: str = shardstep.__version__\n"
+        "import torch\n"
+        "parameters = torch.nn.Linear(2, 2).parameters()\n"
+        "optimizer: torch.optim.Optimizer = shardstep.ZeroRedundancyOptimizer(\n"
+        "    parameters, optimizer_class=torch.optim.Adam, lr=0.1\n"
+        ")\n"
         "prefix: str = shardstep.cmake_prefix_path\n"
         "wrong: int = shardstep.__version__  # type: ignore[assignment]\n"
+        "shardstep.no_such_name  # type: ignore[attr-defined]\n"
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache"]
     result = run(*command, program, cwd=tmp_path, timeout=300)
