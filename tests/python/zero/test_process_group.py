@@ -86,9 +86,7 @@ def test_overlapping_groups(view):
     wide, narrow = make_parameters(9, 7), make_parameters((3, 5), 4, seed=2)
     wide_copy, narrow_copy = copies(wide), copies(narrow)
     optimizers = [
-        ZeroRedundancyOptimizer(
-            wide, torch.optim.Adam, parameters_as_bucket_view=view, lr=0.1
-        ),
+        ZeroRedundancyOptimizer(wide, torch.optim.Adam, parameters_as_bucket_view=view, lr=0.1),
         torch.optim.Adam(wide_copy, lr=0.1),
     ]
     if inside:

@@ -80,7 +80,7 @@ def test_every_parameter_has_one_owner_that_all_know():
     for parameter in parameters:
         assert (zero._param_to_rank[parameter] == zero.rank) == (id(parameter) in mine)
     indices = [i for i, p in enumerate(parameters) if id(p) in mine]
-    assert sorted(sum(gathered(indices), [])) == list(range(len(parameters)))
+    assert sorted(i for each in gathered(indices) for i in each) == list(range(len(parameters)))
 
 
 @on_ranks(2, 4)
