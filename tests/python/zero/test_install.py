@@ -1,5 +1,7 @@
 """install() puts ours in torch's place, uninstall() puts torch's back."""
 
+import importlib
+
 import torch
 import torch.distributed as dist
 from helpers import (
