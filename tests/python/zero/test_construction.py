@@ -309,8 +309,7 @@ def test_ranks_that_differ_all_hear_which_and_where(options):
     check("momentum", parameters=make_parameters(4), momentum=0.5 if odd else 0.0)
     optimizer_class = torch.optim.Adam if odd else torch.optim.SGD
     check("Adam", parameters=make_parameters(4), optimizer_class=optimizer_class)
-    view = {"parameters_as_bucket_view": odd}
-    check("parameters_as_bucket_view", parameters=make_parameters(4), **view)
+    check(parameters=make_parameters(4), parameters_as_bucket_view=odd)
     # A first group of one, or of two.
     first, second, third = make_parameters(2, 3, 4)
     groups = ([first], [second, third]) if odd else ([first, second], [third])
@@ -327,16 +326,22 @@ def test_ranks_that_differ_in_sharding_hear_of_it():
     assert_all_name(errors, "rank 1", "sharding")
     overlap = dist.get_rank() == 1
     errors = construct_and_report(make_parameters(4), overlap_with_ddp=overlap)
-    assert_all_name(errors, "rank 1", "overlap_with_ddp")
+    assert_all_name(errors, "rank 1", "overlap")
 
 
 @ours
 @on_ranks(2, 4, timeout=20)
 def test_a_mistake_on_one_rank_is_an_error_on_all():
+    """The mistaken rank gets its own error, the others hear of it."""
     mistaken = dist.get_rank() == 1
-    errors = construct_and_report([] if mistaken else make_parameters(4))
-    assert_all_name(errors, "rank 1 failed")
-    sparse = torch.eye(3).to_sparse().requires_grad_()
-    errors = construct_and_report([sparse] if mistaken else make_parameters(4))
-    assert_all_name(errors, "rank 1 failed")
+
+    def check(parameters, *own):
+        errors = construct_and_report(parameters if mistaken else make_parameters(4))
+        assert_all_name(errors[1:2], *own)
+        assert_all_name([*errors[:1], *errors[2:]], "rank 1 failed", *own)
+
+    check([], "none")
+    check([torch.eye(3).to_sparse().requires_grad_()], "parameter 0")
+    check([{"lr": 0.1}], "params")
+    check([make_parameters(2)[0] * 2], "leaf")
     assert construct_and_report(make_parameters(4)) == [None] * dist.get_world_size()

@@ -74,7 +74,7 @@ def inputs_of(rank):
 
 
 @every_sharding
-@on_ranks(2, 4)
+@on_ranks(2, 4, timeout=20)
 def test_joined_ranks_shadow_the_step(options):
     parameters = make_parameters(9, (3, 5), 7, (2, 2))
     others = copies(parameters)
@@ -95,9 +95,10 @@ def test_joined_ranks_shadow_the_step(options):
     assert gives.ended is last
 
 
-@on_ranks(2)
+@ours
+@on_ranks(2, 4, timeout=20)
 def test_alone_it_announces_its_own_steps():
-    """The only Joinable: gradients stay as the user left them."""
+    """The only Joinable: gradients stay as the user left them. torch's hangs."""
     parameters = make_parameters(9, 7)
     others = copies(parameters)
     zero = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
@@ -107,7 +108,7 @@ def test_alone_it_announces_its_own_steps():
     with Join([zero]):
         for _ in range(inputs_of(dist.get_rank())):
             zero.step()
-    for _ in range(inputs_of(1)):
+    for _ in range(inputs_of(dist.get_world_size() - 1)):
         plain.step()
     assert_bitwise(parameters, others)
     # Outside of the scope it announces nothing.
@@ -179,9 +180,32 @@ class Counts(Joinable):
         return dist.group.WORLD
 
 
+@ours
+@every_sharding
+@on_ranks(2, 4, timeout=20)
+def test_first_in_the_list(options):
+    """Announcing a step is its business then. torch's hangs."""
+    parameters = make_parameters(9, (3, 5), 7, (2, 2))
+    others = copies(parameters)
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.1, **options)
+    plain = torch.optim.Adam(others, lr=0.1)
+    counts = Counts()
+    set_gradients(parameters, 0)
+    set_gradients(others, 0)
+    with Join([zero, counts]):
+        for _ in range(inputs_of(dist.get_rank())):
+            zero.step()
+            counts()
+    most = inputs_of(dist.get_world_size() - 1)
+    assert len(counts.seen) == most
+    for _ in range(most):
+        plain.step()
+    assert_bitwise(parameters, others)
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 @every_sharding
-@on_ranks(2, 4)
+@on_ranks(2, 4, timeout=20)
 def test_beside_another_joinable_in_any_order(place, options):
     """In the list and in the round it stands before, between or behind the others."""
     parameters = make_parameters(9, (3, 5), 7, (2, 2))
@@ -245,7 +269,7 @@ def ddp_uneven(optimizer_of, inputs, join_zero):
 @ours
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
 @every_sharding
-@on_ranks(2, 4)
+@on_ranks(2, 4, timeout=20)
 def test_with_ddp_it_equals_a_local_optimizer(optimizer_class, options):
     """Joined ranks have no gradients of their own; still their shard is updated rightly."""
     inputs = batches(uneven(dist.get_rank()))
@@ -264,7 +288,7 @@ def test_with_ddp_it_equals_a_local_optimizer(optimizer_class, options):
 @ours
 @pytest.mark.parametrize("interleaved", [False, True])
 @every_sharding
-@on_ranks(2, 4)
+@on_ranks(2, 4, timeout=20)
 def test_with_ddp_and_overlap(interleaved, options):
     inputs = batches(uneven(dist.get_rank()))
     ddp = ddp_net()
@@ -307,7 +331,8 @@ def test_groups_that_differ_are_refused():
         Join([zero, other])
 
 
-@on_ranks(2)
+@ours
+@on_ranks(2, timeout=20)
 def test_no_warning_in_a_few_rounds():
     zero = ZeroRedundancyOptimizer(make_parameters(3), torch.optim.SGD, lr=0.1)
     with heard() as texts, Join([zero]):
