@@ -101,35 +101,30 @@ def test_parity_from_the_first_iteration(hook, sharding):
 @ours
 @every_hook
 @every_sharding
-@pytest.mark.parametrize(
-    "optimizer_class, defaults",
-    [
+@on_ranks(2)
+def test_any_optimizer(hook, sharding):
+    for optimizer_class, defaults in [
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.AdamW, {"maximize": True}),
         (torch.optim.NAdam, {}),  # has no functional twin
         (torch.optim.RAdam, {}),
-    ],
-)
-@on_ranks(2)
-def test_any_optimizer(hook, sharding, optimizer_class, defaults):
-    Overlapped(hook, optimizer_class, sharding=sharding, **defaults).run(4)
+    ]:
+        Overlapped(hook, optimizer_class, sharding=sharding, **defaults).run(4)
 
 
 @ours
 @every_hook
 @every_sharding
-@pytest.mark.parametrize("view", [False, True])
 @on_ranks(2, 4)
-def test_several_groups(hook, sharding, view):
+def test_several_groups(hook, sharding):
     def groups(parameters):
         return [
             {"params": parameters[1:4], "lr": 0.01},
             {"params": [parameters[0], *parameters[4:]], "weight_decay": 0.1},
         ]
 
-    ddp = {"gradient_as_bucket_view": view}
-    pair = Overlapped(hook, torch.optim.AdamW, sharding=sharding, groups=groups, ddp=ddp)
+    pair = Overlapped(hook, torch.optim.AdamW, sharding=sharding, groups=groups)
     pair.run(3)
     # A scheduler's changes count from the next backward on.
     for optimizer in (pair.zero, pair.local):
