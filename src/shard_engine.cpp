@@ -1,6 +1,7 @@
 #include "shardstep/shard_engine.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "agreement.h"
 
@@ -58,12 +59,18 @@ void check_one_dtype(const std::vector<at::Tensor>& params) {
   }
 }
 
+int64_t cap_bytes(double mb) {
+  TORCH_CHECK_VALUE(mb >= 0 && std::isfinite(mb),
+                    "shardstep: expected bucket_cap_mb of 0 or more, got ", mb);
+  return static_cast<int64_t>(std::ceil(mb * 1024 * 1024));
+}
+
 }  // namespace
 
 ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
     : group_(std::move(group)),
       options_(options),
-      partition_(options.sharding, group_->getSize(), options.bucket_cap_bytes) {}
+      partition_(options.sharding, group_->getSize(), cap_bytes(options.bucket_cap_mb)) {}
 
 int64_t ShardEngine::kind_of(const at::Tensor& param) {
   // Frozen parameters keep to themselves, so that the trainable ones are cut evenly.
@@ -87,7 +94,7 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
                                options_.sharding == Sharding::kElement ? "element" : "parameter",
                                ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
                                static_cast<int>(options_.exchange), ", bucket cap ",
-                               options_.bucket_cap_bytes, ", overlap ", options_.overlap));
+                               options_.bucket_cap_mb, ", overlap ", options_.overlap));
       for (size_t g = 0; g < groups.size(); ++g) {
         const size_t index = group_count() + g;
         lines.push_back(c10::str("group ", index, ": ", groups[g].description));

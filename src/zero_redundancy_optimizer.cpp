@@ -2,7 +2,6 @@
 
 #include <torch/serialize.h>
 
-#include <cmath>
 #include <unordered_set>
 
 #include "who.h"
@@ -27,15 +26,12 @@ void drop_repeats(std::vector<at::Tensor>& params) {
 }
 
 EngineOptions engine_options(const ZeroOptions& options) {
-  TORCH_CHECK_VALUE(options.bucket_cap_mb() >= 0 && std::isfinite(options.bucket_cap_mb()),
-                    "shardstep: expected bucket_cap_mb of 0 or more, got ",
-                    options.bucket_cap_mb());
   return {
       .sharding = options.sharding(),
       .storage =
           options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
       .exchange = options.exchange(),
-      .bucket_cap_bytes = static_cast<int64_t>(std::ceil(options.bucket_cap_mb() * 1024 * 1024)),
+      .bucket_cap_mb = options.bucket_cap_mb(),
       .overlap = options.overlap_with_ddp()};
 }
 

@@ -25,7 +25,7 @@ struct EngineOptions {
   Sharding sharding = Sharding::kParameter;
   BucketStorage storage = BucketStorage::kInPlace;
   ExchangeKind exchange = ExchangeKind::kAuto;
-  int64_t bucket_cap_bytes = 0;  // 0: one bucket a dtype and device
+  double bucket_cap_mb = 0;  // 0: one bucket a dtype and device
   // The update runs inside the backward pass, some parameters at a time.
   bool overlap = false;
 };

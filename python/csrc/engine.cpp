@@ -1,0 +1,181 @@
+// ShardEngine for Python. Every call that may wait releases the GIL; C++ errors and warnings arrive
+// as Python's.
+
+#include <torch/csrc/Exceptions.h>
+
+#include "bindings.h"
+#include "shardstep/shard_engine.h"
+
+namespace shardstep::python {
+namespace {
+
+template <class Value>
+using Choices = std::vector<std::pair<std::string, Value>>;
+
+template <class Value>
+Value choose(const char* what, const Choices<Value>& choices, const std::string& name) {
+  std::string names;
+  for (const auto& [choice, value] : choices) {
+    if (choice == name) return value;
+    names += (names.empty() ? "'" : ", '") + choice + "'";
+  }
+  TORCH_CHECK_VALUE(false, "shardstep: expected ", what, " to be one of ", names, ", got '", name,
+                    "'");
+}
+
+EngineOptions options_of(const std::string& sharding, const std::string& exchange, bool flat,
+                         double bucket_cap_mb, bool overlap) {
+  return {.sharding = choose<Sharding>(
+              "sharding", {{"parameter", Sharding::kParameter}, {"element", Sharding::kElement}},
+              sharding),
+          .storage = flat ? BucketStorage::kFlat : BucketStorage::kInPlace,
+          .exchange = choose<ExchangeKind>("exchange",
+                                           {{"auto", ExchangeKind::kAuto},
+                                            {"native", ExchangeKind::kNative},
+                                            {"pairwise", ExchangeKind::kPairwise}},
+                                           exchange),
+          .bucket_cap_mb = bucket_cap_mb,
+          .overlap = overlap};
+}
+
+using PyValue = std::variant<at::Tensor, py::bytes>;
+using PyState = std::map<int64_t, std::vector<std::pair<std::string, PyValue>>>;
+
+EngineState from_python(const PyState& state) {
+  EngineState values;
+  for (const auto& [index, items] : state) {
+    auto& param = values[index];
+    for (const auto& [name, value] : items) {
+      if (const auto* tensor = std::get_if<at::Tensor>(&value)) {
+        param.push_back({name, *tensor, {}});
+      } else {
+        param.push_back({name, {}, std::get<py::bytes>(value)});
+      }
+    }
+  }
+  return values;
+}
+
+PyState to_python(const EngineState& state) {
+  PyState values;
+  for (const auto& [index, param] : state) {
+    auto& items = values[index];
+    for (const auto& value : param) {
+      if (value.tensor.defined()) {
+        items.emplace_back(value.name, value.tensor);
+      } else {
+        items.emplace_back(value.name, py::bytes(value.bytes));
+      }
+    }
+  }
+  return values;
+}
+
+using PyGradients = std::vector<std::pair<int64_t, at::Tensor>>;
+
+std::vector<ParamGradient> gradients_of(const PyGradients& pairs) {
+  std::vector<ParamGradient> gradients;
+  for (const auto& [index, gradient] : pairs) gradients.push_back({index, gradient});
+  return gradients;
+}
+
+// One tensor a rank; nothing for a bucket whose parameters stay where they are.
+std::vector<std::vector<at::Tensor>> flat_buckets(const ShardEngine& engine) {
+  std::vector<std::vector<at::Tensor>> buckets;
+  for (const auto& bucket : engine.buckets()) {
+    if (!bucket.flat().defined()) continue;
+    auto& shards = buckets.emplace_back();
+    for (const auto& shard : bucket.layout().shards) {
+      shards.push_back(bucket.flat().narrow(0, shard.begin, shard.size()));
+    }
+  }
+  return buckets;
+}
+
+void add_groups(ShardEngine& engine,
+                const std::vector<std::pair<std::vector<at::Tensor>, std::string>>& groups,
+                const std::optional<std::string>& error) {
+  std::vector<EngineGroup> engine_groups;
+  for (const auto& [params, description] : groups) engine_groups.push_back({params, description});
+  engine.add_groups(engine_groups,
+                    error ? std::make_exception_ptr(std::runtime_error(*error)) : nullptr);
+}
+
+// pybind11 calls nothing on null, so a group of one gets a None here.
+std::shared_ptr<Pending> after_partial_step(ShardEngine& engine, const PyGradients& gradients,
+                                            int tag) {
+  return engine.after_partial_step(gradients_of(gradients), tag);
+}
+
+PyState gather_state(ShardEngine& engine, const PyState& local, int to) {
+  const auto own = from_python(local);
+  EngineState whole;
+  {
+    const py::gil_scoped_release no_gil;
+    whole = engine.gather_state(own, to);
+  }
+  return to_python(whole);
+}
+
+PyState cut_state(ShardEngine& engine, const PyState& whole) {
+  return to_python(engine.cut_state(from_python(whole)));
+}
+
+void bind_values(py::module_& module) {
+  py::class_<LocalParam>(module, "LocalParam")
+      .def_readonly("index", &LocalParam::index)
+      .def_property_readonly("begin", [](const LocalParam& p) { return p.elements.begin; })
+      .def_property_readonly("end", [](const LocalParam& p) { return p.elements.end; })
+      .def_readonly("tensor", &LocalParam::tensor);
+  py::class_<Slice>(module, "Slice")
+      .def_readonly("param", &Slice::param)
+      .def_readonly("rank", &Slice::rank)
+      .def_property_readonly("begin", [](const Slice& s) { return s.elements.begin; })
+      .def_property_readonly("end", [](const Slice& s) { return s.elements.end; });
+  py::class_<Traffic>(module, "Traffic")
+      .def_readonly("bytes_sent", &Traffic::bytes_sent)
+      .def_readonly("bytes_received", &Traffic::bytes_received);
+  py::class_<Pending, std::shared_ptr<Pending>>(module, "Pending")
+      .def("wait", torch::wrap_pybind_function_no_gil([](Pending& pending) { pending.wait(); }));
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  using torch::wrap_pybind_function;
+  using torch::wrap_pybind_function_no_gil;
+  bind_values(module);
+  py::class_<ShardEngine, std::shared_ptr<ShardEngine>>(module, "ShardEngine")
+      .def(py::init(wrap_pybind_function([](ProcessGroupPtr group, const std::string& sharding,
+                                            const std::string& exchange, bool flat,
+                                            double bucket_cap_mb, bool overlap) {
+             return std::make_shared<ShardEngine>(
+                 std::move(group), options_of(sharding, exchange, flat, bucket_cap_mb, overlap));
+           })),
+           py::arg("group"), py::kw_only(), py::arg("sharding") = "parameter",
+           py::arg("exchange") = "auto", py::arg("flat") = false, py::arg("bucket_cap_mb") = 0.0,
+           py::arg("overlap") = false)
+      .def("add_groups", wrap_pybind_function_no_gil(add_groups), py::arg("groups"),
+           py::arg("error") = py::none())
+      .def("before_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_step(); }))
+      .def("after_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.after_step(); }))
+      .def("before_partial_step",
+           wrap_pybind_function_no_gil([](ShardEngine& engine, const PyGradients& gradients) {
+             engine.before_partial_step(gradients_of(gradients));
+           }))
+      .def("after_partial_step", wrap_pybind_function_no_gil(after_partial_step))
+      .def("gather_state", wrap_pybind_function(gather_state))
+      .def("cut_state", wrap_pybind_function(cut_state))
+      .def("local_params", [](const ShardEngine& e, size_t group) { return e.local_params(group); })
+      .def("owned", [](const ShardEngine& engine, int rank,
+                       size_t group) { return engine.partition().owned(rank, group); })
+      .def("owners", [](const ShardEngine& engine,
+                        int64_t param) { return engine.partition().slices(param); })
+      .def("owned_elements", [](const ShardEngine& engine,
+                                int rank) { return engine.partition().owned_elements(rank); })
+      .def("flat_buckets", flat_buckets)
+      .def_property_readonly("traffic", &ShardEngine::traffic)
+      .def_property_readonly("exchange", &ShardEngine::exchange_name);
+}
+
+}  // namespace shardstep::python

@@ -1,0 +1,11 @@
+#include <torch/version.h>
+
+#include "bindings.h"
+#include "shardstep/version.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.attr("version") = shardstep::version();
+  module.attr("torch_version") = TORCH_VERSION;
+  shardstep::python::bind_engine(module);
+  shardstep::python::bind_overlapped_step(module);
+}

@@ -1,0 +1,59 @@
+// OverlappedStep for Python's DistributedDataParallel, whose hooks return Python futures.
+
+#include "shardstep/overlapped_step.h"
+
+#include <pybind11/functional.h>
+#include <torch/csrc/Exceptions.h>
+
+#include "bindings.h"
+
+namespace shardstep::python {
+namespace {
+
+// The future is Python's: it is touched, and let go of, with the GIL held.
+Reduction reduction_of(const py::object& future) {
+  const std::shared_ptr<py::object> shared(new py::object(future), [](py::object* object) {
+    const py::gil_scoped_acquire gil;
+    delete object;
+  });
+  return {[shared] {
+            const py::gil_scoped_acquire gil;
+            return shared->attr("done")().cast<bool>();
+          },
+          [shared] {
+            const py::gil_scoped_acquire gil;
+            const py::object result = shared->attr("wait")();
+            return py::isinstance<py::list>(result) ? result.cast<py::list>()[0].cast<at::Tensor>()
+                                                    : result.cast<at::Tensor>();
+          }};
+}
+
+}  // namespace
+
+void bind_overlapped_step(py::module_& module) {
+  using Update = std::function<void(const OverlappedUpdate::Gradients&, int)>;
+  py::class_<OverlappedStep, std::shared_ptr<OverlappedStep>>(module, "OverlappedStep")
+      .def(py::init([](Update update, std::function<void()> wait, bool interleaved,
+                       bool static_graph, bool find_unused_parameters) {
+             return std::make_shared<OverlappedStep>(
+                 OverlappedStepOptions{
+                     .update = interleaved ? UpdateWhen::kEachBucket : UpdateWhen::kLastBucket,
+                     .arrive = ArriveWhen::kBackwardEnds,
+                     .static_graph = static_graph,
+                     .find_unused_parameters = find_unused_parameters},
+                 OverlappedUpdate{std::move(update), std::move(wait)});
+           }),
+           py::arg("update"), py::arg("wait"), py::kw_only(), py::arg("interleaved"),
+           py::arg("static_graph"), py::arg("find_unused_parameters"))
+      .def("reducing",
+           torch::wrap_pybind_function(
+               [](OverlappedStep& step, c10d::GradBucket& bucket, const py::object& future) {
+                 auto reduction = reduction_of(future);
+                 const py::gil_scoped_release no_gil;
+                 step.reducing(bucket, std::move(reduction));
+               }))
+      .def("arrive",
+           torch::wrap_pybind_function_no_gil([](OverlappedStep& step) { step.arrive(); }));
+}
+
+}  // namespace shardstep::python
