@@ -1,5 +1,6 @@
 #include "shardstep/exchange.h"
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 
@@ -109,6 +110,43 @@ std::optional<at::Tensor> joined(const Parts& parts) {
                           first.storage_offset());
 }
 
+// Memory to receive into, used again and again: glibc gives large blocks back to the kernel when
+// they are freed, and then every page of a new one faults.
+class Scratch {
+ public:
+  // At least `numel` elements.
+  at::Tensor take(int64_t numel, const at::TensorOptions& options) {
+    auto best = spare_.end();
+    for (auto one = spare_.begin(); one != spare_.end(); ++one) {
+      const bool fits = one->numel() >= numel && one->device() == options.device() &&
+                        one->dtype() == options.dtype();
+      if (fits && (best == spare_.end() || one->numel() < best->numel())) best = one;
+    }
+    if (best == spare_.end()) return at::empty({numel}, options);
+    auto taken = std::move(*best);
+    spare_.erase(best);
+    return taken;
+  }
+  void give_back(std::vector<at::Tensor> tensors) {
+    for (auto& tensor : tensors) spare_.push_back(std::move(tensor));
+  }
+
+ private:
+  std::vector<at::Tensor> spare_;
+};
+
+// Tensors like `parts`, side by side in `memory`.
+std::vector<at::Tensor> laid_out_like(const std::vector<at::Tensor>& parts,
+                                      const at::Tensor& memory) {
+  std::vector<at::Tensor> views;
+  int64_t offset = 0;
+  for (const auto& part : parts) {
+    views.push_back(memory.narrow(0, offset, part.numel()));
+    offset += part.numel();
+  }
+  return views;
+}
+
 class PairwiseExchange : public Exchange {
  public:
   using Exchange::Exchange;
@@ -128,13 +166,17 @@ class PairwiseExchange : public Exchange {
     return pending;
   }
 
-  std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag) override {
+  std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag, double divisor) override {
     auto pending = std::make_unique<PendingWorks>(group_);
     const auto& own = parts[rank()];
+    int64_t own_numel = 0;
+    for (const auto& part : own) own_numel += part.numel();
+    std::vector<at::Tensor> memory;
     Parts received(world_size());
-    for (int distance = 1; distance < world_size(); ++distance) {
+    for (int distance = 1; distance < world_size() && own_numel > 0; ++distance) {
       const int source = (rank() - distance + world_size()) % world_size();
-      for (const auto& part : own) received[source].push_back(at::empty_like(part));
+      memory.push_back(scratch_->take(own_numel, own.front().options()));
+      received[source] = laid_out_like(own, memory.back());
       traffic_.bytes_received +=
           receive(group_, *pending, received[source], source, message_tag(tag));
     }
@@ -142,27 +184,43 @@ class PairwiseExchange : public Exchange {
       const int target = (rank() + distance) % world_size();
       traffic_.bytes_sent += send(group_, *pending, parts[target], target, message_tag(tag));
     }
-    pending->then([own, received, self = rank()] { sum_in_rank_order(own, received, self); });
+    if (own_numel > 0) {
+      pending->then([own, received, memory, divisor, self = rank(), scratch = scratch_] {
+        for (size_t i = 0; i < own.size(); ++i) {
+          std::vector<at::Tensor> terms;
+          for (const auto& parts : received) terms.push_back(parts.empty() ? own[i] : parts[i]);
+          average(terms, self, divisor);
+        }
+        scratch->give_back(memory);
+      });
+    }
     return pending;
   }
 
  private:
-  // ((g0 + g1) + g2) + …, the result in `own`, which holds this rank's term.
-  static void sum_in_rank_order(const std::vector<at::Tensor>& own, const Parts& received,
-                                int self) {
-    for (size_t i = 0; i < own.size(); ++i) {
-      at::Tensor sum = self == 0 ? own[i] : received[0][i];
-      for (int rank = 1; rank < static_cast<int>(received.size()); ++rank) {
-        if (rank == self) {
-          at::Tensor into = own[i];
-          at::add_out(into, sum, own[i]);
-          sum = into;
+  // (((g0 + g1) + g2) + …) / divisor, in terms[self]; the other terms are lost. Block by block, so
+  // that what is added and divided is still in the cache.
+  static void average(const std::vector<at::Tensor>& terms, size_t self, double divisor) {
+    constexpr int64_t kBlock = 1 << 16;
+    const int64_t numel = terms[self].numel();
+    for (int64_t begin = 0; begin < numel; begin += kBlock) {
+      const auto block = [&](size_t rank) {
+        return terms[rank].narrow(0, begin, std::min(kBlock, numel - begin));
+      };
+      auto into = block(self), sum = block(0);
+      for (size_t rank = 1; rank < terms.size(); ++rank) {
+        if (rank < self) {
+          sum.add_(block(rank));
         } else {
-          sum.add_(received[rank][i]);
+          at::add_out(into, sum, block(rank));
+          sum = into;
         }
       }
+      if (divisor != 1) into.div_(divisor);
     }
   }
+
+  std::shared_ptr<Scratch> scratch_ = std::make_shared<Scratch>();
 };
 
 class NativeExchange : public Exchange {
@@ -192,14 +250,17 @@ class NativeExchange : public Exchange {
     return pending;
   }
 
-  std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int) override {
+  std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int, double divisor) override {
     auto pending = std::make_unique<PendingWorks>(group_);
     if (auto whole = joined(parts)) {
       // Into a tensor of its own: input and output may not overlap.
       at::Tensor sum = at::empty_like(parts[rank()].front());
       pending->add(group_->reduce_scatter_single(sum, *whole), "adding up with all, as", rank());
       pending->keep({*whole, sum});
-      pending->then([own = parts[rank()].front(), sum]() mutable { own.copy_(sum); });
+      pending->then([own = parts[rank()].front(), sum, divisor]() mutable {
+        if (divisor != 1) sum.div_(divisor);
+        own.copy_(sum);
+      });
     } else {
       for (int owner = 0; owner < world_size(); ++owner) {
         for (const auto& part : parts[owner]) {
@@ -209,6 +270,11 @@ class NativeExchange : public Exchange {
           pending->add(group_->reduce(one, options), "adding up on", owner);
           pending->keep(one);
         }
+      }
+      if (divisor != 1) {
+        pending->then([own = parts[rank()], divisor] {
+          for (at::Tensor part : own) part.div_(divisor);
+        });
       }
     }
     count(parts, traffic_.bytes_received, traffic_.bytes_sent);

@@ -46,8 +46,10 @@ class SHARDSTEP_API Exchange {
   // parts[r] of rank r reach every rank.
   virtual std::unique_ptr<Pending> all_gather(const Parts& parts, int tag) = 0;
 
-  // parts[r] of all ranks are added up on rank r, in its parts[r].
-  virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag) = 0;
+  // parts[r] of all ranks are added up on rank r, in its parts[r], and divided by `divisor`.
+  // REQUIRES: parts of one dtype.
+  virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag,
+                                                  double divisor = 1) = 0;
 
   // `own` of every rank reaches rank `to`, in into[r]. REQUIRES: `into` fits on `to`; it is not
   // looked at elsewhere, nor is into[to].
