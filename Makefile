@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 JOBS ?= $(shell nproc)
 RANKS ?= 2
-PREFIX ?= build/install
+PREFIX ?=
 DEMO_ARGS ?=
 
 ifdef SANITIZE
@@ -14,8 +14,10 @@ CMAKE_FLAGS := -DSHARDSTEP_SANITIZE=ON -DSHARDSTEP_BUILD_EXAMPLES=OFF \
   -DSHARDSTEP_BUILD_BENCHMARKS=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
   -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1 -DNDEBUG"
 TEST_FLAGS := --cpp-only
+TEST_INSTALL :=
 else
 BUILD := build
+TEST_INSTALL := install
 endif
 
 BIN := .venv/bin
@@ -36,6 +38,7 @@ $(READY): requirements-dev.txt tools/setup.sh
 # CMake reruns itself when its files change.
 $(CONFIGURED): $(READY)
 	@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)') \
 	  $(CMAKE_FLAGS) > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
 	@touch $@
@@ -49,6 +52,7 @@ demo: $(CONFIGURED)  ## Train a small transformer on RANKS=2 processes (DEMO_ARG
 	  $(BUILD)/examples/train_gpt $(DEMO_ARGS)
 
 test: build  ## Run every test; SANITIZE=1: the C++ ones under ASAN and UBSAN
+	@$(if $(TEST_INSTALL),$(MAKE) --no-print-directory $(TEST_INSTALL) PREFIX=)
 	@$(BIN)/python tools/run_tests.py --build $(BUILD) --jobs $(JOBS) $(TEST_FLAGS)
 
 bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
@@ -56,20 +60,32 @@ bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
 	@$(BIN)/python benchmarks/ddp.py --build $(BUILD)
+	@$(BIN)/python benchmarks/python_zero.py
 
 format: $(READY)  ## Format the C++ and Python sources
 	@$(BIN)/clang-format -i $(CPP_FILES)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-check-format: $(READY)  ## Fail if a source is not formatted
+check-format: $(READY)  ## Fail if a source is not formatted or a type is wrong
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
 
-install: $(CONFIGURED)  ## Install into PREFIX=build/install
+# The wheel is packed from what is in build/: scikit-build-core finds it configured and built.
+# Without its note it never drops the CMake cache, which it would after a change of Python.
+install: $(CONFIGURED)  ## Install the Python package into .venv; PREFIX=dir: the C++ one into dir
+ifeq ($(PREFIX),)
+	@$(NINJA) shardstep_python
+	@rm -f $(BUILD)/.skbuild-info.json
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	  --no-deps --force-reinstall -C build-dir=$(BUILD) \
+	  -C cmake.define.CMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) .
+else
 	@$(NINJA) shardstep
 	@cmake --install $(BUILD) --prefix $(PREFIX)
+endif
 
 clean:  ## Remove what was built; .venv stays
 	@rm -rf build build-sanitize build.log build-sanitize.log

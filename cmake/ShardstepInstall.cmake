@@ -1,12 +1,16 @@
-# find_package(shardstep) for others: library, headers, exported target, version.
+# find_package(shardstep) for others: library, headers, exported target, version. A wheel holds the
+# component shardstep without its link.
 
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/shardstep)
-install(TARGETS shardstep EXPORT shardstepTargets)
-install(DIRECTORY include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
-install(EXPORT shardstepTargets NAMESPACE shardstep:: DESTINATION ${package_dir})
+install(TARGETS shardstep EXPORT shardstepTargets
+  LIBRARY COMPONENT shardstep NAMELINK_COMPONENT shardstep_link)
+install(DIRECTORY include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT shardstep
+  FILES_MATCHING PATTERN "*.h")
+install(EXPORT shardstepTargets NAMESPACE shardstep:: DESTINATION ${package_dir}
+  COMPONENT shardstep)
 configure_package_config_file(cmake/shardstepConfig.cmake.in shardstepConfig.cmake
   INSTALL_DESTINATION ${package_dir} NO_SET_AND_CHECK_MACRO)
 # Before 1.0, a new minor version may change the API.
@@ -14,4 +18,4 @@ write_basic_package_version_file(shardstepConfigVersion.cmake COMPATIBILITY Same
 install(FILES
   ${CMAKE_CURRENT_BINARY_DIR}/shardstepConfig.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/shardstepConfigVersion.cmake
-  DESTINATION ${package_dir})
+  DESTINATION ${package_dir} COMPONENT shardstep)

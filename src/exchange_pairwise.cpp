@@ -16,16 +16,18 @@ namespace {
 // they are freed, and then every page of a new one faults.
 class Scratch {
  public:
+  // At least `numel` elements.
   at::Tensor take(int64_t numel, const at::TensorOptions& options) {
     const std::lock_guard lock(mutex_);
-    const auto fits = [&](const at::Tensor& one) {
-      return one.numel() >= numel && one.options().type_equal(options) &&
-             one.device() == options.device();
-    };
-    const auto found = std::find_if(spare_.begin(), spare_.end(), fits);
-    if (found == spare_.end()) return at::empty({numel}, options);
-    auto taken = std::move(*found);
-    spare_.erase(found);
+    auto best = spare_.end();
+    for (auto one = spare_.begin(); one != spare_.end(); ++one) {
+      const bool fits = one->numel() >= numel && one->device() == options.device() &&
+                        one->dtype() == options.dtype();
+      if (fits && (best == spare_.end() || one->numel() < best->numel())) best = one;
+    }
+    if (best == spare_.end()) return at::empty({numel}, options);
+    auto taken = std::move(*best);
+    spare_.erase(best);
     return taken;
   }
   void give_back(std::vector<at::Tensor> tensors) {
@@ -118,6 +120,7 @@ struct Round {
 
   void add_up(const std::vector<at::Tensor>& into, int self, double divisor) {
     pending->wait();
+    if (memory.empty()) return;  // nothing to own
     for (size_t i = 0; i < own.size(); ++i) {
       std::vector<at::Tensor> terms;
       for (int rank = 0; rank < static_cast<int>(received.size()); ++rank) {

@@ -9,6 +9,10 @@
 namespace shardstep {
 namespace {
 
+// Buckets count from 0, and state has the two highest tags.
+constexpr int kPartialTag = 0x8000;
+constexpr int kReduceTag = 0xc000;
+
 std::string describe(const at::Tensor& param) {
   return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
                   param.strides(), " on ", param.device().type(),
@@ -350,6 +354,26 @@ void ShardEngine::drop_param_gradients() {
   for (const auto& param : params_) param.mutable_grad().reset();
 }
 
+void ShardEngine::append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const {
+  const auto flat = flat_view(tensor);
+  for (const auto& slice : partition_.slices(param)) {
+    if (slice.elements.empty()) continue;
+    parts[slice.rank].push_back(flat.narrow(0, slice.elements.begin, slice.elements.size()));
+  }
+}
+
+std::unique_ptr<Pending> ShardEngine::reduce_to_owners(const std::vector<ParamGradient>& gradients,
+                                                       int tag) {
+  if (!exchange_) return nullptr;
+  at::NoGradGuard no_grad;
+  Parts parts(world_size());
+  for (const auto& [index, gradient] : gradients) {
+    TORCH_INTERNAL_ASSERT(in_order_of(params_[index], gradient).is_same(gradient));
+    append_parts(index, gradient, parts);
+  }
+  return exchange_->reduce_scatter(parts, kReduceTag + tag, world_size());
+}
+
 void ShardEngine::before_step() {
   follow_params();
   if (reducer_) return set_reduced_gradients();
@@ -385,20 +409,11 @@ void ShardEngine::before_partial_step(const std::vector<ParamGradient>& gradient
 
 std::unique_ptr<Pending> ShardEngine::after_partial_step(
     const std::vector<ParamGradient>& gradients, int tag) {
-  // Buckets count from 0, and state has the two highest tags.
-  constexpr int kPartialTag = 0x8000;
   drop_gradients();
   if (!exchange_) return nullptr;
   at::NoGradGuard no_grad;
   Parts parts(world_size());
-  for (const auto& [index, gradient] : gradients) {
-    const auto [bucket, slot] = places_[index];
-    for (const auto& slice : partition_.slices(index)) {
-      if (!slice.elements.empty()) {
-        parts[slice.rank].push_back(buckets_[bucket].view(slot, slice.elements));
-      }
-    }
-  }
+  for (const auto& [index, gradient] : gradients) append_parts(index, params_[index], parts);
   return exchange_->all_gather(parts, kPartialTag + tag);
 }
 

@@ -234,28 +234,40 @@ void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) {
   engine_->clip_grad_value(clip_value);
 }
 
-void ZeroRedundancyOptimizer::update(
-    const std::vector<std::pair<at::Tensor, at::Tensor>>& params_and_gradients, int tag) {
+// Those that this optimizer has.
+std::vector<ParamGradient> ZeroRedundancyOptimizer::by_index(
+    const ParamsAndGradients& gradients) const {
+  std::vector<ParamGradient> known;
+  for (const auto& [param, gradient] : gradients) {
+    const auto found = index_of_.find(param.unsafeGetTensorImpl());
+    if (found != index_of_.end()) known.push_back({found->second, gradient});
+  }
+  return known;
+}
+
+std::unique_ptr<Pending> ZeroRedundancyOptimizer::reduce_to_owners(
+    const ParamsAndGradients& gradients, int tag) {
+  return engine_->reduce_to_owners(by_index(gradients), tag);
+}
+
+void ZeroRedundancyOptimizer::update(const ParamsAndGradients& gradients, int tag) {
   TORCH_CHECK_VALUE(overlap_with_ddp(),
                     "shardstep: expected an optimizer with overlap_with_ddp (rank ", rank(), " of ",
                     world_size(), ")");
   adopt_new_groups(nullptr);
   consolidated_.reset();
-  std::vector<ParamGradient> gradients;
-  for (const auto& [param, gradient] : params_and_gradients) {
-    const auto found = index_of_.find(param.unsafeGetTensorImpl());
-    if (found != index_of_.end()) gradients.push_back({found->second, gradient});
-  }
+  const auto known = by_index(gradients);
   push_options();
-  engine_->before_partial_step(gradients);
+  engine_->before_partial_step(known);
   optim_->step();
   pull_options();
-  if (auto pending = engine_->after_partial_step(gradients, tag)) {
+  if (auto pending = engine_->after_partial_step(known, tag)) {
     arriving_.push_back(std::move(pending));
   }
 }
 
 void ZeroRedundancyOptimizer::wait() {
+  adopt_new_groups(nullptr);
   const auto arriving = std::exchange(arriving_, {});
   for (const auto& pending : arriving) pending->wait();
 }

@@ -82,6 +82,12 @@ class SHARDSTEP_API ShardEngine {
   const Partition& partition() const { return partition_; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
 
+  // Starts averaging gradients over the ranks, in place: each rank gets what it owns, and the rest
+  // keeps this rank's values. Null in a group of one. REQUIRES: gradients of one dtype, in their
+  // parameters' memory order. Collective: ranks agree on the parameters and the tag; calls with
+  // different tags may come in any order.
+  std::unique_ptr<Pending> reduce_to_owners(const std::vector<ParamGradient>& gradients, int tag);
+
   // Hands gradients to the local parameters. Call it when the gradients are final. Collective in
   // stage 2.
   void before_step();
@@ -146,6 +152,8 @@ class SHARDSTEP_API ShardEngine {
     return options_.sharding == Sharding::kElement || options_.overlap || options_.stage == 2;
   }
   at::Tensor local_view(int64_t param, Range elements) const;
+  // Adds each owner's part of a tensor that lies in memory as the parameter does.
+  void append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const;
   void set_gradient(LocalParam& local, const at::Tensor& gradient);
   void drop_gradients();
   std::vector<const Slice*> owned_slices(int rank) const;

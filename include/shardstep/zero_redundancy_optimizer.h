@@ -43,6 +43,8 @@ struct ZeroOptions {
   TORCH_ARG(std::optional<double>, bucket_cap_mb);
 };
 
+using ParamsAndGradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
 class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   // Collective. Throws ValueError on every rank if ranks were given different parameters or
@@ -92,11 +94,15 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // Stage 2. Collective.
   void clip_grad_value_(double clip_value);
 
+  // For zero_hooks.h: starts averaging gradients over the ranks, see ShardEngine::reduce_to_owners.
+  // REQUIRES: parameters of this optimizer. Collective.
+  std::unique_ptr<Pending> reduce_to_owners(const ParamsAndGradients& gradients, int tag);
   // For zero_hooks.h: updates what this rank owns of these parameters, and starts sending it; other
   // parameters than the optimizer's are passed over. REQUIRES: overlap_with_ddp. Collective, with
   // the same parameters and tag on every rank; updates with different tags may come in any order.
-  void update(const std::vector<std::pair<at::Tensor, at::Tensor>>& params_and_gradients, int tag);
-  // Returns when what update() sent has arrived, on this rank. Collective.
+  void update(const ParamsAndGradients& gradients, int tag);
+  // Returns when what update() sent has arrived, on this rank. Notices groups added through the
+  // base class. Collective.
   void wait();
 
   // Collective. A group added through the base class is noticed at the next collective call.
@@ -121,6 +127,10 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   at::Device join_device() const override;
   ProcessGroupPtr join_process_group() const override { return process_group(); }
 
+  // Whether this optimizer has the parameter.
+  bool has(const at::Tensor& param) const {
+    return index_of_.count(param.unsafeGetTensorImpl()) > 0;
+  }
   // The local optimizer. Its params are this rank's, see ShardEngine::local_params.
   torch::optim::Optimizer& optim() { return *optim_; }
   const ShardEngine& engine() const { return *engine_; }
@@ -139,6 +149,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
  private:
   void add_groups(std::vector<torch::optim::OptimizerParamGroup> groups);
   void adopt_new_groups(std::exception_ptr error);
+  std::vector<ParamGradient> by_index(const ParamsAndGradients& gradients) const;
   void push_options();
   void pull_options();
   NamedValues read_local_state(const at::Tensor& tensor) const;

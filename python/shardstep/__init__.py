@@ -1,7 +1,17 @@
 """ZeRO for PyTorch on a C++ engine: a drop-in for torch's ZeroRedundancyOptimizer."""
 
-from shardstep._C import version as __version__
+from pathlib import Path
+
+from shardstep import _torch_version
+
+_torch_version.check()  # first, since the extension would not load with another torch
+
+from shardstep import _C
 from shardstep._install import install, uninstall
 from shardstep.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-__all__ = ["ZeroRedundancyOptimizer", "__version__", "install", "uninstall"]
+__version__ = _C.version
+cmake_prefix_path = str(Path(_C.__file__).parent)
+"""For CMake's find_package(shardstep), as torch.utils.cmake_prefix_path is for torch's."""
+
+__all__ = ["ZeroRedundancyOptimizer", "__version__", "cmake_prefix_path", "install", "uninstall"]

@@ -29,7 +29,9 @@ class RankError(AssertionError):
 
 def _context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.optim", "shardstep"])
+    # The first optimizer imports torch._dynamo, which takes seconds.
+    torch_modules = ["torch", "torch.distributed.optim", "torch.optim", "torch._dynamo"]
+    context.set_forkserver_preload([*torch_modules, "pytest", "shardstep"])
     return context
 
 

@@ -38,6 +38,13 @@ def test_installed_headers_are_those_of_include(prefix: Path) -> None:
     assert "shardstep/process_group.h" in installed
 
 
+def test_only_the_cpp_package_is_installed_without_pip(prefix: Path) -> None:
+    assert {path.name for path in prefix.iterdir()} == {"include", "lib"}
+    links = {path.name: path.is_symlink() for path in (prefix / "lib").glob("*.so*")}
+    minor = (ROOT / "VERSION").read_text().strip().rpartition(".")[0]
+    assert links == {"libshardstep.so": True, f"libshardstep.so.{minor}": False}
+
+
 def test_library_shows_only_its_own_names(prefix: Path) -> None:
     command = ["nm", "-DC", "--defined-only", str(prefix / "lib" / "libshardstep.so")]
     names = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout

@@ -1,0 +1,408 @@
+#!/usr/bin/env python3
+"""Trains a small character-level transformer with DDP and a sharded optimizer.
+
+The twin of train_gpt.cpp: the same model, text, batches and options. With --sharding none it is
+plain DDP, and the losses are the same.
+
+  torchrun --standalone --nproc-per-node 2 -- examples/train_gpt.py [options]
+  examples/train_gpt.py [options]                              starts torchrun itself
+"""
+
+import argparse
+import csv
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+TEXT = Path(__file__).resolve().parent / "data" / "keepers_log.txt"
+
+# Short memory for a short run. The fused kernels are the ones that the C++ engine runs.
+ADAM = {"lr": 2e-3, "betas": (0.9, 0.95), "fused": True}
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, ADAM),
+    "adam": (torch.optim.Adam, ADAM),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "fused": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 5e-4}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+        # What is added to the residual stream starts smaller the more blocks add to it.
+        residual = 0.02 / math.sqrt(2 * layers)
+        nn.init.normal_(self.query_key_value.weight, 0, 0.02)
+        nn.init.normal_(self.mix.weight, 0, residual)
+        nn.init.normal_(self.widen.weight, 0, 0.02)
+        nn.init.normal_(self.narrow.weight, 0, residual)
+
+    def attention(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        split = self.query_key_value(x).view(rows, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.mix(mixed.transpose(1, 2).reshape(rows, length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    def __init__(self, vocabulary_size: int, layers: int, width: int, heads: int, context: int):
+        super().__init__()
+        self.context = context
+        self.token = nn.Embedding(vocabulary_size, width)
+        self.position = nn.Embedding(context, width)
+        nn.init.normal_(self.token.weight, 0, 0.02)
+        nn.init.normal_(self.position.weight, 0, 0.02)
+        self.blocks = nn.Sequential(*(Block(layers, width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return F.linear(self.norm(self.blocks(x)), self.token.weight)
+
+    @torch.no_grad()
+    def generate(self, prompt: Tensor, count: int, generator: torch.Generator, temperature: float):
+        tokens = prompt.unsqueeze(0)
+        for _ in range(count):
+            scores = self(tokens[:, -self.context :])[:, -1]
+            chances = F.softmax(scores / temperature, -1)
+            tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
+        return tokens.squeeze(0)
+
+
+class Text:
+    """A text as numbers: its bytes in order are the vocabulary."""
+
+    def __init__(self, content: bytes):
+        self.vocabulary = bytes(sorted(set(content)))
+        place = {byte: index for index, byte in enumerate(self.vocabulary)}
+        self.tokens = torch.tensor([place[byte] for byte in content])
+
+    def decode(self, tokens: Tensor) -> str:
+        return bytes(self.vocabulary[token] for token in tokens).decode(errors="replace")
+
+
+def batches(text: Text, context: int, batch: int, seed: int, rank: int, world_size: int):
+    """Random batches, input and target. Every rank draws the starts of the whole batch and takes
+    its own rows, so the union over ranks does not depend on how many there are."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = batch // world_size
+    while True:
+        starts = torch.randint(len(text.tokens) - context, (batch,), generator=generator)
+        mine = starts[rank * rows : (rank + 1) * rows]
+        sequences = text.tokens[mine.unsqueeze(1) + torch.arange(context + 1)]
+        yield sequences[:, :-1], sequences[:, 1:]
+
+
+def make_optimizer(options: argparse.Namespace, parameters) -> torch.optim.Optimizer:
+    optimizer_class, defaults = OPTIMIZERS[options.optimizer]
+    if options.lr is not None:
+        defaults = defaults | {"lr": options.lr}
+    if options.sharding == "none":
+        return optimizer_class(parameters, **defaults)
+    from shardstep import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(
+        parameters, optimizer_class, sharding=options.sharding, **defaults
+    )
+
+
+def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int):
+    """The learning rate rises over the first twentieth of the steps, then falls to a tenth."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: min((done + 1) / (0.05 * steps), 1 - 0.9 * done / steps)
+    )
+
+
+class Progress:
+    """A bar that redraws itself on a terminal, else a plain line now and then; and a CSV file."""
+
+    def __init__(self, steps: int, tokens_per_step: int, log: str | None):
+        self.steps, self.tokens_per_step = steps, tokens_per_step
+        self.losses: list[float] = []
+        self.terminal = sys.stdout.isatty()
+        self.start = time.monotonic()
+        self.drawn = 0.0
+        self.file = open(log, "w", newline="", buffering=1) if log else None  # noqa: SIM115
+        self.log = csv.writer(self.file, lineterminator="\n") if self.file else None
+        if self.log:
+            self.log.writerow(["step", "loss"])
+
+    def update(self, loss: float) -> None:
+        self.losses.append(loss)
+        step = len(self.losses)
+        if self.log:
+            self.log.writerow([step, loss])
+        edge = step in (1, self.steps)
+        if self.terminal:
+            if edge or time.monotonic() - self.drawn >= 0.1:
+                self.draw_bar(step, self.numbers(step, loss))
+        elif edge or step % max(1, self.steps // 20) == 0:
+            print(self.numbers(step, loss), flush=True)
+
+    def numbers(self, step: int, loss: float) -> str:
+        seconds = time.monotonic() - self.start
+        left = round(seconds / step * (self.steps - step))
+        return (
+            f"step {step:{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  "
+            f"{step * self.tokens_per_step / seconds:6.0f} tokens/s  "
+            f"ETA {left // 60}:{left % 60:02}"
+        )
+
+    def draw_bar(self, step: int, numbers: str) -> None:
+        # One column short of the edge, so that no terminal wraps it.
+        width = min(40, shutil.get_terminal_size().columns - len(numbers) - 4)
+        filled = width * step // self.steps
+        bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width > 4 else ""
+        print(f"\r{bar}{numbers}\033[K", end="", flush=True)
+        self.drawn = time.monotonic()
+
+    def close(self) -> None:
+        if self.terminal and self.losses:
+            print()
+        if self.file:
+            self.file.close()
+
+
+def nbytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def peak_memory() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def print_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Rank 0 prints what every rank holds. Collective."""
+    parameters = list(model.parameters())
+    local = getattr(optimizer, "optim", optimizer)
+    mine = torch.tensor(
+        [
+            nbytes(value for state in local.state.values() for value in state.values()),
+            nbytes(parameters),
+            nbytes(parameter.grad for parameter in parameters),
+            peak_memory(),
+        ]
+    )
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, mine)
+    if dist.get_rank() == 0:
+        columns = ("optimizer state", "parameters", "gradients", "process peak")
+        print("\n{:22} {:>16} {:>12} {:>12} {:>13}".format("memory", *columns))
+        for rank, row in enumerate(ranks):
+            sizes = (f"{size / 2**20:.1f} MiB" for size in row.tolist())
+            print("{:22} {:>16} {:>12} {:>12} {:>13}".format(f"rank {rank}", *sizes))
+
+
+def plot(losses: list[float], title: str, file: str) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=0.8, label="a step")
+    window = max(1, len(losses) // 50)
+    sums = torch.tensor([0.0, *losses], dtype=torch.float64).cumsum(0)
+    means = (sums[window:] - sums[:-window]) / window
+    axes.plot(steps[window - 1 :], means, color="tab:blue", label=f"mean of {window}")
+    axes.set(title=title, xlabel="step", ylabel="loss (nats a character)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+def describe(options: argparse.Namespace, world_size: int) -> str:
+    how = "on every rank" if options.sharding == "none" else f"sharded by {options.sharding}"
+    return f"{options.optimizer} {how}, {world_size} rank{'s' if world_size > 1 else ''}"
+
+
+def train(options: argparse.Namespace, text: Text) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+
+    torch.manual_seed(options.seed)
+    model = Gpt(len(text.vocabulary), options.layers, options.width, options.heads, options.context)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = make_optimizer(options, model.parameters())
+    schedule = warm_up_and_decay(optimizer, options.steps)
+    source = batches(text, options.context, options.batch, options.seed, rank, world_size)
+
+    progress = None  # rank 0 speaks for all
+    if rank == 0:
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{elements} parameters, {len(text.tokens)} characters of text, ", end="")
+        print(describe(options, world_size), flush=True)
+        progress = Progress(options.steps, options.batch * options.context, options.log)
+
+    stopped = False
+    for _ in range(options.steps):
+        inputs, targets = next(source)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+        # The interrupt travels with the loss, so that all ranks stop after the same step.
+        status = torch.tensor([loss.item(), len(interrupts)], dtype=torch.float64)
+        dist.all_reduce(status)
+        if progress:
+            progress.update(status[0].item() / world_size)
+        stopped = status[1].item() > 0
+        if stopped:
+            break
+
+    if progress:
+        progress.close()
+        if stopped:
+            print("\nInterrupted.")
+        else:
+            generator = torch.Generator().manual_seed(options.seed)
+            sample = model.generate(text.tokens[:1], 300, generator, temperature=0.6)
+            print(f"\nA sample of what the model writes now:\n\n{text.decode(sample)}")
+        if options.plot:
+            plot(progress.losses, describe(options, world_size), options.plot)
+    print_memory(model, optimizer)
+
+
+def whole_number(low: int, high: int):
+    def parse(word: str) -> int:
+        if not word.isdecimal() or not low <= int(word) <= high:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {low} to {high}, got '{word}'"
+            )
+        return int(word)
+
+    return parse
+
+
+def positive(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got '{word}'")
+    return value
+
+
+def writable(word: str) -> str:
+    try:
+        with open(word, "a"):
+            return word
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a file that can be written, got '{word}': {error.strerror}"
+        ) from None
+
+
+def parse_options() -> tuple[argparse.Namespace, Text]:
+    """What is wrong with the command line is found before any rank starts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def count(name: str, default: int, help: str) -> None:
+        kind = whole_number(1, 1_000_000)
+        help = f"{help} (default {default})"
+        parser.add_argument(name, type=kind, metavar="N", default=default, help=help)
+
+    count("--layers", 4, "transformer blocks")
+    count("--width", 256, "features of a position, a multiple of --heads")
+    count("--heads", 4, "attention heads of a block")
+    count("--context", 64, "characters the model sees at once")
+    count("--batch", 8, "sequences a step over all ranks, a multiple of the ranks")
+    count("--steps", 1000, "optimizer steps")
+    add = parser.add_argument
+    ranks = whole_number(1, 1024)
+    add("--ranks", type=ranks, metavar="N", help="processes to start (default 2, or torchrun's)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="local optimizer (default adamw)")
+    add("--lr", type=positive, metavar="X", help="learning rate (default: suits the optimizer)")
+    seed = whole_number(0, 2**63 - 1)
+    add("--seed", type=seed, metavar="N", default=1, help="of weights, batches and sample")
+    add("--text", metavar="FILE", default=TEXT, help="text to learn (default: a keeper's log)")
+    add(
+        "--sharding",
+        choices=("none", "parameter", "element"),
+        default="element",
+        help="how the optimizer state is cut between ranks; none: not at all (default element)",
+    )
+    add("--log", type=writable, metavar="FILE", help="write step,loss to this CSV file")
+    add("--plot", type=writable, metavar="FILE", help="draw the losses (png, pdf or svg)")
+    options = parser.parse_args()
+
+    if options.width % options.heads:
+        parser.error(
+            f"--width: expected a multiple of --heads {options.heads}, got '{options.width}'"
+        )
+    world_size = int(os.environ.get("WORLD_SIZE", options.ranks or 2))
+    if options.ranks not in (None, world_size):
+        parser.error(
+            f"--ranks: expected what torchrun started, {world_size}, got '{options.ranks}'"
+        )
+    if options.batch % world_size:
+        parser.error(
+            f"--batch: expected a multiple of the {world_size} ranks, got '{options.batch}'"
+        )
+    options.ranks = world_size
+    try:
+        content = Path(options.text).read_bytes()
+    except OSError as error:
+        parser.error(
+            f"--text: expected a file that can be read, got '{options.text}': {error.strerror}"
+        )
+    if len(content) <= options.context:
+        parser.error(
+            f"--text: expected at least --context + 1 = {options.context + 1} characters, "
+            f"got {len(content)} in '{options.text}'"
+        )
+    return options, Text(content)
+
+
+def main() -> None:
+    options, text = parse_options()
+    if "RANK" not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--nproc-per-node", str(options.ranks), "--", __file__, *sys.argv[1:]]
+        os.execv(sys.executable, torchrun)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        train(options, text)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""Uneven inputs: ranks that have run out shadow the steps of the others."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import (
+    assert_bitwise,
+    assert_same_on_all_ranks,
+    backward,
+    batches,
+    copies,
+    ddp_net,
+    every_sharding,
+    gathered,
+    heard,
+    make_parameters,
+    on_ranks,
+    ours,
+    set_gradients,
+    train,
+)
+from implementation import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    zero_module,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+
+class GivesGradients(Joinable):
+    """Announces each step; a rank without inputs gets the step's gradients too."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.parameters = parameters
+        self.steps = 0
+        self.ended = None
+
+    def __call__(self):
+        Join.notify_join_context(self)
+        set_gradients(self.parameters, self.steps)
+        self.steps += 1
+        dist.all_reduce(torch.ones(1))
+
+    def join_hook(self, **kwargs):
+        return _GivesGradientsHook(self)
+
+    @property
+    def join_device(self):
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self):
+        return dist.group.WORLD
+
+
+class _GivesGradientsHook(JoinHook):
+    def __init__(self, owner):
+        self.owner = owner
+
+    def main_hook(self):
+        set_gradients(self.owner.parameters, self.owner.steps)
+        self.owner.steps += 1
+        dist.all_reduce(torch.zeros(1))
+
+    def post_hook(self, is_last_joiner):
+        self.owner.ended = is_last_joiner
+
+
+def inputs_of(rank):
+    return 2 + 2 * rank
+
+
+@every_sharding
+@on_ranks(2, 4, timeout=20)
+def test_joined_ranks_shadow_the_step(options):
+    parameters = make_parameters(9, (3, 5), 7, (2, 2))
+    others = copies(parameters)
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.1, **options)
+    plain = torch.optim.Adam(others, lr=0.1)
+    gives = GivesGradients(parameters)
+    with Join([gives, zero]):
+        for _ in range(inputs_of(dist.get_rank())):
+            gives()
+            zero.step()
+    most = inputs_of(dist.get_world_size() - 1)
+    assert gives.steps == most
+    for number in range(most):
+        set_gradients(others, number)
+        plain.step()
+    assert_bitwise(parameters, others)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    assert gives.ended is last
+
+
+@ours
+@on_ranks(2, 4, timeout=20)
+def test_alone_it_announces_its_own_steps():
+    """The only Joinable: gradients stay as the user left them. torch's hangs."""
+    parameters = make_parameters(9, 7)
+    others = copies(parameters)
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(others, lr=0.1)
+    set_gradients(parameters, 0)
+    set_gradients(others, 0)
+    with Join([zero]):
+        for _ in range(inputs_of(dist.get_rank())):
+            zero.step()
+    for _ in range(inputs_of(dist.get_world_size() - 1)):
+        plain.step()
+    assert_bitwise(parameters, others)
+    # Outside of the scope it announces nothing.
+    zero.step()
+    plain.step()
+    assert_bitwise(parameters, others)
+
+
+@on_ranks(2)
+def test_even_inputs_and_disabled():
+    for enable in (True, False):
+        parameters = make_parameters(9, 7)
+        others = copies(parameters)
+        zero = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+        plain = torch.optim.SGD(others, lr=0.1)
+        with Join([zero], enable=enable):
+            for number in range(3):
+                set_gradients(parameters, number)
+                set_gradients(others, number)
+                zero.step()
+                plain.step()
+        assert_bitwise(parameters, others)
+
+
+@every_sharding
+@on_ranks(2, 4, timeout=20)
+def test_early_termination_raises_on_every_rank(options):
+    parameters = make_parameters(9, 7)
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, **options)
+    gives = GivesGradients(parameters)
+    with pytest.raises(RuntimeError, match="exhausted"):  # noqa: SIM117
+        with Join([gives, zero], throw_on_early_termination=True):
+            for _ in range(inputs_of(dist.get_rank())):
+                gives()
+                zero.step()
+    assert gives.steps == inputs_of(0)
+    assert_same_on_all_ranks(parameters)
+
+
+class Counts(Joinable):
+    """Another Joinable: counts the active ranks of each round."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __call__(self, active=1.0):
+        if active:
+            Join.notify_join_context(self)
+        count = torch.tensor([active])
+        dist.all_reduce(count)
+        self.seen.append(int(count))
+
+    def join_hook(self, **kwargs):
+        counts = self
+
+        class Hook(JoinHook):
+            def main_hook(self):
+                counts(active=0.0)
+
+        return Hook()
+
+    @property
+    def join_device(self):
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self):
+        return dist.group.WORLD
+
+
+@ours
+@every_sharding
+@on_ranks(2, 4, timeout=20)
+def test_first_in_the_list(options):
+    """Announcing a step is its business then. torch's hangs."""
+    parameters = make_parameters(9, (3, 5), 7, (2, 2))
+    others = copies(parameters)
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.1, **options)
+    plain = torch.optim.Adam(others, lr=0.1)
+    counts = Counts()
+    set_gradients(parameters, 0)
+    set_gradients(others, 0)
+    with Join([zero, counts]):
+        for _ in range(inputs_of(dist.get_rank())):
+            zero.step()
+            counts()
+    most = inputs_of(dist.get_world_size() - 1)
+    assert len(counts.seen) == most
+    for _ in range(most):
+        plain.step()
+    assert_bitwise(parameters, others)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@every_sharding
+@on_ranks(2, 4, timeout=20)
+def test_beside_another_joinable_in_any_order(place, options):
+    """In the list and in the round it stands before, between or behind the others."""
+    parameters = make_parameters(9, (3, 5), 7, (2, 2))
+    others = copies(parameters)
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.1, **options)
+    plain = torch.optim.Adam(others, lr=0.1)
+    gives, counts = GivesGradients(parameters), Counts()
+    joinables = [gives, zero]
+    joinables.insert(place, counts)
+    calls = [zero.step if j is zero else j for j in joinables]
+    with Join(joinables):
+        for _ in range(inputs_of(dist.get_rank())):
+            for call in calls:
+                call()
+    world_size = dist.get_world_size()
+    most = inputs_of(world_size - 1)
+    assert counts.seen == [
+        sum(inputs_of(rank) > number for rank in range(world_size)) for number in range(most)
+    ]
+    for number in range(most):
+        set_gradients(others, number)
+        plain.step()
+    assert_bitwise(parameters, others)
+
+
+@on_ranks(2)
+def test_hook():
+    parameters = make_parameters(9, 7)
+    others = copies(parameters)
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(others, lr=0.1)
+    hook = zero.join_hook(anything="is ignored")
+    assert isinstance(hook, JoinHook)
+    assert isinstance(hook, zero_module._ZeROJoinHook)
+    assert hook.zero is zero
+    set_gradients(parameters, 0)
+    set_gradients(others, 0)
+    hook.main_hook()  # one step
+    plain.step()
+    assert_bitwise(parameters, others)
+    hook.post_hook(True)
+    assert_bitwise(parameters, others)
+    with pytest.raises((AssertionError, TypeError)):
+        zero_module._ZeROJoinHook(plain)
+
+
+def uneven(rank):
+    return 3 + 2 * rank
+
+
+def ddp_uneven(optimizer_of, inputs, join_zero):
+    """Trains under Join, then gives the parameters that DDP leaves on all ranks."""
+    ddp = ddp_net()
+    optimizer = optimizer_of(ddp.parameters())
+    with Join([ddp, optimizer] if join_zero else [ddp]):
+        for batch in inputs:
+            train(ddp, optimizer, batch)
+    return list(ddp.parameters())
+
+
+@ours
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
+@every_sharding
+@on_ranks(2, 4, timeout=20)
+def test_with_ddp_it_equals_a_local_optimizer(optimizer_class, options):
+    """Joined ranks have no gradients of their own; still their shard is updated rightly."""
+    inputs = batches(uneven(dist.get_rank()))
+    sharded = ddp_uneven(
+        lambda parameters: ZeroRedundancyOptimizer(parameters, optimizer_class, lr=0.05, **options),
+        inputs,
+        join_zero=True,
+    )
+    local = ddp_uneven(
+        lambda parameters: optimizer_class(parameters, lr=0.05), inputs, join_zero=False
+    )
+    assert_same_on_all_ranks(sharded)
+    assert_bitwise(sharded, local)
+
+
+@ours
+@pytest.mark.parametrize("interleaved", [False, True])
+@every_sharding
+@on_ranks(2, 4, timeout=20)
+def test_with_ddp_and_overlap(interleaved, options):
+    inputs = batches(uneven(dist.get_rank()))
+    ddp = ddp_net()
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.05, **options
+    )
+    make_hook = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
+    ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero))
+    with Join([ddp, zero]):
+        for batch in inputs:
+            ddp.zero_grad()
+            backward(ddp, batch)
+    # A hook divides by the world size, as DDP does where inputs are uneven.
+    local = ddp_uneven(lambda p: torch.optim.Adam(p, lr=0.05), inputs, join_zero=False)
+    assert_same_on_all_ranks(ddp.parameters())
+    assert_bitwise(ddp.parameters(), local)
+
+
+@on_ranks(2, 4, timeout=20)
+def test_with_ddp_early_termination():
+    ddp = ddp_net()
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.05)
+    steps = 0
+    with pytest.raises(RuntimeError, match="exhausted"):  # noqa: SIM117
+        with Join([ddp, zero], throw_on_early_termination=True):
+            for batch in batches(uneven(dist.get_rank())):
+                train(ddp, zero, batch)
+                steps += 1
+    assert gathered(steps) == [uneven(0)] * dist.get_world_size()
+    assert_same_on_all_ranks(ddp.parameters())
+
+
+@on_ranks(2)
+def test_groups_that_differ_are_refused():
+    zero = ZeroRedundancyOptimizer(make_parameters(3), torch.optim.SGD, lr=0.1)
+    other = ZeroRedundancyOptimizer(
+        make_parameters(3), torch.optim.SGD, dist.new_group([0, 1]), lr=0.1
+    )
+    with pytest.raises(ValueError, match="process group"):
+        Join([zero, other])
+
+
+@ours
+@on_ranks(2, timeout=20)
+def test_no_warning_in_a_few_rounds():
+    zero = ZeroRedundancyOptimizer(make_parameters(3), torch.optim.SGD, lr=0.1)
+    with heard() as texts, Join([zero]):
+        for _ in range(3 * (dist.get_rank() + 1)):
+            zero.step()
+    assert texts == []

@@ -1,0 +1,164 @@
+"""Several param groups: up front, added, and what each keeps of its own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import (
+    Twins,
+    assert_bitwise,
+    assert_same,
+    assert_same_on_all_ranks,
+    consolidated,
+    copies,
+    every_layout,
+    every_sharding,
+    gathered,
+    groups_over,
+    make_parameters,
+    on_ranks,
+    ours,
+    set_gradients,
+)
+from implementation import ZeroRedundancyOptimizer
+
+SHAPES = [9, (3, 5), 7, (2, 2), 40, 1, (6, 3)]
+GROUPS = [
+    {"count": 2, "lr": 0.3},
+    {"count": 1, "betas": (0.5, 0.9)},
+    {"count": 4, "weight_decay": 0.1, "lr": 0.01},
+]
+
+
+@every_layout
+@on_ranks(2, 4)
+def test_up_front_or_added_later_or_unsharded(options):
+    """Three ways to the same groups, each with options of its own; one result."""
+    up_front, added, unsharded = (make_parameters(*SHAPES) for _ in range(3))
+    first = ZeroRedundancyOptimizer(groups_over(up_front, GROUPS), torch.optim.AdamW, **options)
+    groups = groups_over(added, GROUPS)
+    second = ZeroRedundancyOptimizer(groups[:1], torch.optim.AdamW, **options)
+    for group in groups[1:]:
+        second.add_param_group(group)
+    plain = torch.optim.AdamW(groups_over(unsharded, GROUPS))
+    for number in range(4):
+        for parameters, optimizer in ((up_front, first), (added, second), (unsharded, plain)):
+            set_gradients(parameters, number)
+            optimizer.step()
+        assert_bitwise(up_front, unsharded)
+        assert_bitwise(added, unsharded)
+        if number == 1:
+            for optimizer in (first, second, plain):
+                optimizer.param_groups[2]["lr"] = 0.2
+    for zero in (first, second):
+        state = consolidated(zero)
+        if state is not None:
+            assert_same(state, plain.state_dict())
+
+
+def frozen_first(parameters):
+    parameters[0].requires_grad_(False)
+    return parameters
+
+
+@pytest.mark.parametrize("some_frozen", [False, True])
+@every_layout
+@on_ranks(2, 4)
+def test_added_in_the_middle_of_training(some_frozen, options):
+    prepare = frozen_first if some_frozen else list
+    twins = Twins(parameters=prepare(make_parameters(9, (3, 5))), options=options)
+    twins.step(2)
+    new = prepare(make_parameters(7, 20, (2, 2), seed=4))
+    for parameters, optimizer in ((new, twins.zero), (copies(new), twins.plain)):
+        optimizer.add_param_group({"params": parameters, "lr": 0.03, "weight_decay": 0.1})
+        (twins.sharded if optimizer is twins.zero else twins.unsharded).extend(parameters)
+    assert [len(group["params"]) for group in twins.zero.param_groups] == [2, 3]
+    assert twins.zero.param_groups[1]["lr"] == 0.03
+    assert len(twins.zero.optim.param_groups) == 2
+    assert [id(p) for p in twins.zero._index_to_param] == [id(p) for p in twins.sharded]
+    twins.step(3, seed=1)
+    assert_same_on_all_ranks(twins.sharded)
+    for index, parameter in enumerate(twins.sharded):
+        frozen = some_frozen and index in (0, 2)
+        start = make_parameters(9, (3, 5)) + make_parameters(7, 20, (2, 2), seed=4)
+        assert torch.equal(parameter, start[index]) == frozen
+    state = consolidated(twins.zero)
+    if state is not None:
+        assert_same(state, twins.plain.state_dict())
+
+
+@every_layout
+@on_ranks(2)
+def test_unfrozen_when_added(options):
+    """Fine-tuning: a frozen layer is made trainable, then handed over."""
+    twins = Twins(parameters=make_parameters(9), options=options)
+    layer = frozen_first(make_parameters((4, 4), seed=5))
+    twins.step(1)
+    layer[0].requires_grad_(True)
+    others = copies(layer)
+    twins.zero.add_param_group({"params": layer})
+    twins.plain.add_param_group({"params": others})
+    twins.sharded += layer
+    twins.unsharded += others
+    twins.step(2)
+
+
+@every_sharding
+@on_ranks(2)
+def test_what_is_no_new_group_is_refused(options):
+    twins = Twins(options=options)
+    for group, error, match in [
+        ({"params": [twins.sharded[1]]}, ValueError, "more than one"),
+        ([twins.sharded[1]], TypeError, "dict"),
+        ({"params": [3.0]}, TypeError, "Tensor"),
+        ({"params": [twins.sharded[1] * 2]}, ValueError, "leaf"),
+    ]:
+        with pytest.raises(error, match=match):
+            twins.zero.add_param_group(group)
+        assert len(twins.zero.param_groups) == 1
+    twins.step(2)
+
+
+@ours
+@every_sharding
+@on_ranks(2, 4, timeout=20)
+def test_ranks_that_add_different_groups_all_hear_of_it(options):
+    twins = Twins(options=options)
+    twins.step(1)
+    size = 5 if dist.get_rank() == 1 else 4
+    with pytest.raises(ValueError, match="rank 1"):
+        twins.zero.add_param_group({"params": make_parameters(size)})
+    assert gathered(len(twins.zero.param_groups)) == [1] * dist.get_world_size()
+    twins.step(2)
+
+
+@ours
+@on_ranks(2)
+def test_added_groups_are_checked_as_the_first_ones():
+    twins = Twins()
+    double = make_parameters(3, dtype=torch.float64)
+    for group in (double, [torch.eye(3).to_sparse().requires_grad_()]):
+        with pytest.raises(ValueError, match=r"dtype|dense|sparse"):
+            twins.zero.add_param_group({"params": group})
+        assert len(twins.zero.param_groups) == 1
+    twins.step(1)
+
+
+@every_sharding
+@on_ranks(2, 4)
+def test_many_small_groups(options):
+    groups = [{"count": 1, "lr": 0.1 * (i + 1)} for i in range(len(SHAPES))]
+    twins = Twins(torch.optim.SGD, make_parameters(*SHAPES), groups=groups, options=options)
+    twins.step(3)
+    assert len(twins.zero.optim.param_groups) == len(SHAPES)
+    assert [g["lr"] for g in twins.zero.optim.param_groups] == [g["lr"] for g in groups]
+
+
+@every_sharding
+@on_ranks(2)
+def test_a_group_without_parameters(options):
+    groups = [{"count": 2}, {"count": 0, "lr": 0.7}, {"count": 2}]
+    twins = Twins(groups=groups, options=options)
+    twins.step(2)
+    state = consolidated(twins.zero)
+    if state is not None:
+        assert_same(state, twins.plain.state_dict())
