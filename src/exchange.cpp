@@ -30,6 +30,17 @@ std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, co
   return pending;
 }
 
+std::unique_ptr<Pending> Exchange::transfer(const std::vector<at::Tensor>& tensors, int from,
+                                            int to, int tag) {
+  auto pending = std::make_unique<detail::PendingWorks>(group_);
+  if (rank() == from) {
+    traffic_.bytes_sent += detail::send(group_, *pending, tensors, to, message_tag(tag));
+  } else if (rank() == to) {
+    traffic_.bytes_received += detail::receive(group_, *pending, tensors, from, message_tag(tag));
+  }
+  return pending;
+}
+
 std::unique_ptr<Exchange> make_exchange(const ProcessGroupPtr& group,
                                         const ExchangeOptions& options) {
   const auto& [kind, device, channel, prefer_shared_memory] = options;

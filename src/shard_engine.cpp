@@ -12,6 +12,7 @@ namespace {
 // Buckets count from 0, and state has the two highest tags.
 constexpr int kPartialTag = 0x8000;
 constexpr int kReduceTag = 0xc000;
+constexpr int kLendTag = 0xfffc;
 
 std::string describe(const at::Tensor& param) {
   return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
@@ -310,6 +311,47 @@ std::vector<double> ShardEngine::of_all_ranks(double value) const {
     values.push_back(one.item<double>());
   }
   return values;
+}
+
+void ShardEngine::lend_gradients(bool has_gradients) {
+  if (!exchange_ || options_.stage != 1) return;
+  const auto has = of_all_ranks(has_gradients ? 1 : 0);
+  const auto lender = std::find(has.begin(), has.end(), 1) - has.begin();
+  if (lender == world_size()) return;
+  for (int borrower = 0; borrower < world_size(); ++borrower) {
+    if (has[borrower] == 0) lend_gradients(static_cast<int>(lender), borrower);
+  }
+}
+
+void ShardEngine::lend_gradients(int from, int to) {
+  if (rank() != from && rank() != to) return;
+  at::NoGradGuard no_grad;
+  const auto slices = owned_slices(to);
+  const auto device = detail::control_device(group_);
+  auto given = at::zeros({static_cast<int64_t>(slices.size())}, at::kByte);
+  for (size_t i = 0; i < slices.size(); ++i) {
+    given[static_cast<int64_t>(i)] = params_[slices[i]->param].grad().defined();
+  }
+  given = given.to(device);
+  exchange_->transfer({given}, from, to, kLendTag)->wait();
+  given = given.cpu();
+  std::vector<at::Tensor> parts;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    const auto& param = params_[slices[i]->param];
+    auto& gradient = param.mutable_grad();
+    if (given[static_cast<int64_t>(i)].item<uint8_t>() == 0) {
+      gradient.reset();
+      continue;
+    }
+    TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided,
+                      "shardstep: expected dense gradients with Join, got ", gradient.layout(),
+                      detail::who(group_));
+    if (rank() == to && !gradient.defined()) gradient = at::zeros_like(param);
+    gradient = in_order_of(param, gradient);
+    parts.push_back(
+        flat_view(gradient).narrow(0, slices[i]->elements.begin, slices[i]->elements.size()));
+  }
+  exchange_->transfer(parts, from, to, kLendTag)->wait();
 }
 
 double ShardEngine::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {

@@ -85,6 +85,10 @@ class SHARDSTEP_API Exchange {
   std::unique_ptr<Pending> gather(const std::vector<at::Tensor>& own, const Parts& into, int to,
                                   int tag);
 
+  // Tensors of rank `from` reach rank `to`; other ranks pass.
+  std::unique_ptr<Pending> transfer(const std::vector<at::Tensor>& tensors, int from, int to,
+                                    int tag);
+
   virtual const char* name() const = 0;
   // Whether calls with different tags may come in another order on another rank.
   virtual bool any_order() const = 0;

@@ -88,6 +88,10 @@ class SHARDSTEP_API ShardEngine {
   // different tags may come in any order.
   std::unique_ptr<Pending> reduce_to_owners(const std::vector<ParamGradient>& gradients, int tag);
 
+  // Stage 1: ranks without gradients of this step get what they own of them from one that has. So a
+  // rank that has joined can make its share of the step. Collective.
+  void lend_gradients(bool has_gradients);
+
   // Hands gradients to the local parameters. Call it when the gradients are final. Collective in
   // stage 2.
   void before_step();
@@ -144,6 +148,7 @@ class SHARDSTEP_API ShardEngine {
   void drop_param_gradients();
   std::vector<at::Tensor> local_gradients();
   std::vector<double> of_all_ranks(double value) const;
+  void lend_gradients(int from, int to);
   void check_stage_2(const char* what) const;
   void add_local_params(size_t group);
   void follow_params();

@@ -161,6 +161,8 @@ void bind_engine(py::module_& module) {
            py::arg("bucket_cap_mb") = py::none(), py::arg("overlap") = false)
       .def("add_groups", wrap_pybind_function_no_gil(add_groups), py::arg("groups"),
            py::arg("error") = py::none())
+      .def("lend_gradients", wrap_pybind_function_no_gil(
+                                 [](ShardEngine& engine, bool has) { engine.lend_gradients(has); }))
       .def("before_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_step(); }))
       .def("after_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.after_step(); }))
       .def("before_partial_step",

@@ -5,6 +5,8 @@ state travel, is the engine's.
 """
 
 import contextlib
+import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +26,8 @@ from shardstep._state import from_engine, to_engine
 __all__ = ["ZeroRedundancyOptimizer"]
 
 ParamGroup = dict[str, Any]
+
+_UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 # Optimizers of torch's that look at whole parameters: slices of them would train differently.
 _WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -64,7 +68,9 @@ def _param_groups(params: Any) -> list[ParamGroup]:
     return [_param_group(item) for item in items]
 
 
-def _param_group(group: ParamGroup) -> ParamGroup:
+def _param_group(group: Any) -> ParamGroup:
+    if not isinstance(group, dict):
+        raise TypeError(f"shardstep: expected a param group, a dict, got {type(group).__name__}")
     if "params" not in group:
         raise ValueError(f"shardstep: expected a param group with 'params', got {list(group)}")
     params = group["params"]
@@ -104,8 +110,12 @@ class _ZeROJoinHook(JoinHook):
     def main_hook(self) -> None:
         if self.zero._overlap_with_ddp:
             self.zero._arrive()  # DDP's own join hook ran the update
-        else:
+            return
+        self.zero._has_inputs = False
+        try:
             self.zero.step()
+        finally:
+            self.zero._has_inputs = True
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -152,6 +162,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self.initialized = False
+        self._stage = stage
         group: Any = process_group if process_group is not None else dist.group.WORLD
         self.process_group = group
         self.world_size = dist.get_world_size(group)
@@ -160,6 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise ValueError("shardstep: expected a process group that this rank is in")
         self.global_rank = dist.get_global_rank(group, self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._has_inputs = True
         self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = _OverlapInfo(self.world_size)
         self._overlapped_steps: list[OverlappedStep] = []
@@ -242,6 +254,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for src, dst in zip(src_param_groups, dst_param_groups, strict=True):
             dst.update((key, value) for key, value in src.items() if key != "params")
 
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        # torch's GradScaler looks for gradients here; in stage 2 the local optimizer has them.
+        if self._stage == 2 and sys._getframe(1).f_code is _UNSCALE:
+            return self._groups_to_unscale()
+        return self._param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[ParamGroup]) -> None:
+        self._param_groups = groups
+
+    def _groups_to_unscale(self) -> list[ParamGroup]:
+        """What this rank owns, and a gradient that is inf everywhere if one is not finite anywhere.
+
+        So every rank skips the step or none does, also one that owns nothing. Collective.
+        """
+        norm = self.engine.clip_grad_norm(math.inf, math.inf, False)
+        verdict = torch.zeros(1, device=self._index_to_param[0].device)
+        verdict.grad = torch.full_like(verdict, 0.0 if math.isfinite(norm) else math.inf)
+        return [*self.optim.param_groups, {"params": [verdict]}]
+
     # -- the step ----------------------------------------------------------------------------------
 
     @overload
@@ -304,7 +337,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         `gradients`, one for each parameter that this rank owns, need overlap_with_ddp; without
         them the parameters' own are taken.
         """
-        Join.notify_join_context(self)
+        if self._has_inputs:  # who has joined answers, and does not announce
+            Join.notify_join_context(self)
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         if gradients is not None:
             if closure is not None or not self._overlap_with_ddp:
@@ -313,20 +347,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
             pairs = zip(self._local, gradients, strict=True)
             self.engine.before_partial_step([(p.index, g) for p, g in pairs if g is not None])
-        else:
-            self.engine.before_step()
+        elif closure is None:
+            self._take_gradients(first=True)
         if closure is None:
             loss = self.optim.step(**kwargs)
         else:
+            first = True
 
             def with_gradients() -> float:
+                nonlocal first
                 loss = closure()
-                self.engine.before_step()
+                self._take_gradients(first)
+                first = False
                 return loss
 
             loss = self.optim.step(closure=with_gradients, **kwargs)
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         return loss  # type: ignore[no-any-return]
+
+    def _take_gradients(self, first: bool) -> None:
+        """Hands the gradients to the local optimizer. `first` is true once in a step."""
+        if first and self._join_config.enable:
+            # torch's DDP leaves no gradients on a rank that has joined.
+            self.engine.lend_gradients(self._has_inputs)
+        self.engine.before_step()
 
     # -- state -------------------------------------------------------------------------------------
 

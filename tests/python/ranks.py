@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -58,9 +59,16 @@ def _rank_main(pipe, folder, rank, world_size, timeout, function, args):
     pipe.poll(timeout)  # connections stay open until every rank is done
 
 
-def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    function: Callable,
+    *args: Any,
+    timeout: float = 60.0,
+    lost: tuple[int, ...] = (),
+) -> list[Any]:
     """What function(*args) returned on each rank. The default group is set up around it.
 
+    Ranks in `lost` must get themselves killed; they return None.
     Raises RankError with the traceback of every rank that raised, and the stack of every rank that
     was still running when time was up.
     """
@@ -89,6 +97,8 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
                 except EOFError:
                     processes[rank].join(_GRACE)
                     outcomes[rank] = ("failed", f"died with {processes[rank].exitcode}")
+                    if rank in lost and processes[rank].exitcode == -signal.SIGKILL:
+                        outcomes[rank] = ("done", None)
                 if outcomes[rank][0] == "failed":
                     deadline = min(deadline, time.monotonic() + _GRACE)
         for pipe, process in zip(pipes, processes, strict=True):

@@ -1,0 +1,317 @@
+"""Stage 2: gradients reduced by the optimizer. Two ranks agree with DDP and the plain optimizer to
+the bit: a sum of two terms has one order, and halving is exact."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from shardstep import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+EXCHANGES = ["pairwise", "shared_memory"]
+
+
+class Net(torch.nn.Module):
+    """Tied weights, a module that is called twice, a parameter that rank 0 alone uses, and one that
+    nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(13, 17)
+        self.twice = torch.nn.Linear(17, 17)
+        self.sometimes = torch.nn.Linear(17, 17)
+        self.never = torch.nn.Linear(5, 5)
+        self.last = torch.nn.Linear(17, 13)
+        self.tied = torch.nn.Linear(13, 17, bias=False)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = self.twice(torch.tanh(self.twice(x)))
+        if dist.get_rank() == 0:
+            x = self.sometimes(x)
+        return self.tied(self.last(torch.tanh(x)))
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(6, 13, generator=generator)
+
+
+def make(exchange="auto", optimizer=torch.optim.Adam, model=Net, **kwargs):
+    net, plain = model(), DistributedDataParallel(model(), find_unused_parameters=True)
+    kwargs = {"sharding": "element", "lr": 1e-2, **kwargs}
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), optimizer, stage=2, exchange=exchange, **kwargs
+    )
+    defaults = {k: v for k, v in kwargs.items() if k not in ("sharding", "bucket_cap_mb")}
+    return net, zero, plain, optimizer(plain.parameters(), **defaults)
+
+
+def assert_same(net, plain):
+    for (name, ours), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), f"{name} differs by {(ours - theirs).abs().max()}"
+
+
+def iterate(net, zero, plain, optimizer, steps=8, reentrant=False):
+    for step in range(steps):
+        for model, optim in ((net, zero), (plain, optimizer)):
+            optim.zero_grad()
+            model(batch(step)).square().mean().backward()
+            if optim is zero and not reentrant:  # there the end of the pass is not seen
+                assert all(p.grad is None for p in net.parameters())
+            optim.step()
+        assert_same(net, plain)
+
+
+def equals_ddp(exchange, sharding, optimizer, bucket_cap_mb):
+    iterate(*make(exchange, optimizer, sharding=sharding, bucket_cap_mb=bucket_cap_mb))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("sharding", ["parameter", "element"])
+def test_equals_ddp_with_the_plain_optimizer(exchange, sharding):
+    for optimizer in (torch.optim.Adam, torch.optim.SGD):
+        for cap in (None, 0, 1e-5, 1e-3):
+            run_ranks(2, equals_ddp, exchange, sharding, optimizer, cap)
+
+
+def close_to_ddp(exchange):
+    net, zero, plain, optimizer = make(exchange)
+    for step in range(8):
+        for model, optim in ((net, zero), (plain, optimizer)):
+            optim.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optim.step()
+    # Four terms are added up in another order than by DDP's ring.
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_more_ranks_than_cores(exchange):
+    run_ranks(4, close_to_ddp, exchange)
+
+
+def same_by_both_exchanges():
+    results = []
+    for exchange in EXCHANGES:
+        net, zero, _, _ = make(exchange)
+        for step in range(8):
+            zero.zero_grad()
+            net(batch(step)).square().mean().backward()
+            zero.step()
+        results.append([p.detach().clone() for p in net.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_exchanges_agree_to_the_bit():
+    run_ranks(4, same_by_both_exchanges)
+
+
+def accumulates(exchange):
+    net, zero, plain, optimizer = make(exchange)
+    for step in range(4):
+        with zero.no_sync():
+            net(batch(3 * step)).square().mean().backward()
+        assert net.first.weight.grad is not None
+        net(batch(3 * step + 1)).square().mean().backward()
+        assert net.first.weight.grad is None
+        zero.step()
+        optimizer.zero_grad()
+        with plain.no_sync():
+            plain(batch(3 * step)).square().mean().backward()
+        plain(batch(3 * step + 1)).square().mean().backward()
+        optimizer.step()
+        assert_same(net, plain)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_no_sync_accumulates(exchange):
+    run_ranks(2, accumulates, exchange)
+
+
+def clips(exchange):
+    net, zero, plain, optimizer = make(exchange, torch.optim.SGD)
+    for step in range(3):
+        zero.zero_grad()
+        optimizer.zero_grad()
+        net(batch(step)).square().mean().backward()
+        plain(batch(step)).square().mean().backward()
+        ours = zero.clip_grad_norm_(0.01)
+        theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+        zero.step()
+        optimizer.step()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+    net(batch(0)).square().mean().mul(float("nan")).backward()
+    with pytest.raises(RuntimeError, match="finite"):
+        zero.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    zero.zero_grad()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_clip_grad_norm(exchange):
+    run_ranks(2, clips, exchange)
+
+
+def scales(exchange):
+    net, zero, plain, optimizer = make(exchange)
+    ours, theirs = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
+    for step in range(8):
+        for model, optim, scaler in ((net, zero, ours), (plain, optimizer, theirs)):
+            optim.zero_grad()
+            loss = model(batch(step)).square().mean()
+            if step == 3 and dist.get_rank() == 1:
+                loss = loss * float("inf")  # on one rank
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optim)
+            scaler.step(optim)
+            scaler.update()
+        assert ours.get_scale() == theirs.get_scale()
+        assert_same(net, plain)
+    assert ours.get_scale() == 512.0
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_grad_scaler_skips_on_every_rank_or_none(exchange):
+    a, b = run_ranks(2, scales, exchange)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        x = checkpoint(lambda t: torch.tanh(self.first(t)), x, use_reentrant=self.reentrant)
+        return checkpoint(self.last, x, use_reentrant=self.reentrant)
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+def checkpoints(exchange, model):
+    net, zero, _, _ = make(exchange, model=model)
+    plain = DistributedDataParallel(Net())
+    plain.module.forward = lambda x: plain.module.last(torch.tanh(plain.module.first(x)))
+    used = [*plain.module.first.parameters(), *plain.module.last.parameters()]
+    for p in plain.module.parameters():
+        p.requires_grad_(any(p is q for q in used))
+    plain = DistributedDataParallel(plain.module)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    iterate(net, zero, plain, optimizer, reentrant=model.reentrant)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("model", [Checkpointed, CheckpointedReentrant])
+def test_activation_checkpointing(exchange, model):
+    run_ranks(2, checkpoints, exchange, model)
+
+
+def resumes(exchange, path):
+    net, zero, plain, optimizer = make(exchange)
+    iterate(net, zero, plain, optimizer, steps=3)
+    state = zero.consolidate_state_dict(0)
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+    state = torch.load(path, weights_only=True)
+    again = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.Adam, stage=2, sharding="parameter", lr=1.0
+    )
+    again.load_state_dict(state)
+    del zero
+    iterate(net, again, plain, optimizer, steps=3)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_state_goes_on_in_another_sharding(exchange, tmp_path):
+    run_ranks(2, resumes, exchange, str(tmp_path / "state.pt"))
+
+
+def uneven(exchange):
+    net = torch.nn.Linear(13, 13)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, exchange=exchange, lr=1e-2
+    )
+    with Join([zero]):
+        for step in range(3 + 2 * dist.get_rank()):
+            zero.zero_grad()
+            net(batch(step)).square().mean().backward()
+            zero.step()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_join(exchange):
+    a, b = run_ranks(2, uneven, exchange)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def dies(exchange, where):
+    net, zero, _, _ = make(exchange, bucket_cap_mb=1e-5)
+    rank = dist.get_rank()
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    begin = time.monotonic()
+    try:
+        for step in range(100):
+            zero.zero_grad()
+            loss = net(batch(step)).square().mean()
+            if step == 3 and rank == 1:
+                if where == "backward":
+                    net.first.weight.register_hook(die)
+                elif where == "step":
+                    zero.optim.step = die
+                else:
+                    die()
+            loss.backward()
+            zero.step()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begin
+    return "went on", 0.0
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("where", ["backward", "step", "before backward"])
+def test_a_rank_that_is_killed_is_an_error_on_the_others(exchange, where):
+    before = set(os.listdir("/dev/shm"))
+    results = run_ranks(3, dies, exchange, where, timeout=30, lost=(1,))
+    for rank in (0, 2):
+        message, seconds = results[rank]
+        assert "rank" in message and "(rank" in message, message
+        assert seconds < 20
+    if exchange == "shared_memory":
+        assert "rank 1 (process" in results[0][0] and "is gone" in results[0][0]
+    # Gloo's own files come and go with other tests; ours have no name at all.
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "shardstep" in name]
+
+
+def refuses():
+    net = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="stage"):
+        ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, stage=3, lr=1.0)
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=1.0)
+    with pytest.raises(ValueError, match="stage 2"):
+        zero.clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="stage 2"), zero.no_sync():
+        pass
+
+
+def test_refuses_what_it_cannot_do():
+    run_ranks(2, refuses)
