@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <functional>
 #include <string>
 #include <vector>
@@ -28,94 +29,148 @@ torch::nn::Sequential make_model(int64_t layers) {
   return model;
 }
 
-double slowest(const ProcessGroupPtr& group, double value) {
+double over_ranks(const ProcessGroupPtr& group, double value, c10d::ReduceOp op) {
   std::vector<at::Tensor> all{torch::full({1}, value, at::kDouble)};
   c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
+  options.reduceOp = std::move(op);
   group->allreduce(all, options)->wait();
   return all[0].item<double>();
 }
 
-// Prints "name milliseconds": the median over the iterations of the slowest rank's time.
+// What all threads of this process have computed, in milliseconds.
+double processor_time() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
+}
+
+// Prints "name milliseconds processor-milliseconds": the median over the iterations of the slowest
+// rank's time, and what an iteration costs the processors, all ranks together.
 void time_iterations(const std::string& name, const ProcessGroupPtr& group, int64_t iterations,
                      const std::function<void()>& iteration) {
   for (int i = 0; i < 3; ++i) iteration();  // buckets are rebuilt and state is made
   std::vector<double> times;
+  double processors = 0;
   for (int64_t i = 0; i < iterations; ++i) {
     group->barrier()->wait();
     const auto begin = std::chrono::steady_clock::now();
+    const double processors_before = processor_time();
     iteration();
     const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begin;
-    times.push_back(slowest(group, time.count()));
+    processors += processor_time() - processors_before;
+    times.push_back(over_ranks(group, time.count(), c10d::ReduceOp::MAX));
   }
+  processors = over_ranks(group, processors, c10d::ReduceOp::SUM) / iterations;
   std::sort(times.begin(), times.end());
   if (group->getRank() == 0) {
-    std::printf("%s\t%.2f\n", name.c_str(), times[times.size() / 2]);
+    std::printf("%s\t%.2f\t%.2f\n", name.c_str(), times[times.size() / 2], processors);
     std::fflush(stdout);
   }
 }
 
+using Ddp = DistributedDataParallel<torch::nn::Sequential>;
 using HookMaker = CommHook (*)(CommHook, DistributedDataParallelBase&, ZeroRedundancyOptimizer&,
                                bool);
 
-void run(int64_t layers, int64_t iterations) {
-  auto group = init_process_group();
-  const auto input = torch::randn({kBatch, kWidth});
-  const auto options = torch::optim::AdamOptions(1e-4);
-  const auto ddp_options =
-      DistributedDataParallelOptions().process_group(group).gradient_as_bucket_view(true);
-  const auto forward_backward = [&](auto& ddp) {
-    ddp.zero_grad();
-    ddp(input).square().mean().backward();
-  };
-  {
-    DistributedDataParallel<torch::nn::Sequential> ddp(make_model(layers), ddp_options);
-    time_iterations("C++ DDP alone", group, iterations, [&] { forward_backward(ddp); });
+enum class Reduce { kToAll, kToOwners };
+
+class Benchmark {
+ public:
+  Benchmark(int64_t layers, int64_t iterations, std::string rows)
+      : layers_(layers), iterations_(iterations), rows_(std::move(rows)) {}
+
+  void run() {
+    plain();
+    for (const auto sharding : {Sharding::kParameter, Sharding::kElement}) {
+      step(sharding, Reduce::kToAll);
+      step(sharding, Reduce::kToOwners);
+      for (const auto reduce : {Reduce::kToAll, Reduce::kToOwners}) {
+        overlapped("hook_with_zero_step", hook_with_zero_step, sharding, reduce);
+        overlapped("interleaved", hook_with_zero_step_interleaved, sharding, reduce);
+      }
+    }
   }
-  {
-    DistributedDataParallel<torch::nn::Sequential> ddp(make_model(layers), ddp_options);
-    optim::Adam adam(ddp.parameters(), options);
-    time_iterations("C++ DDP, fused Adam", group, iterations, [&] {
+
+ private:
+  bool wanted(const std::string& name) const { return name.find(rows_) != std::string::npos; }
+  Ddp make_ddp() const {
+    return Ddp(
+        make_model(layers_),
+        DistributedDataParallelOptions().process_group(group_).gradient_as_bucket_view(true));
+  }
+  static std::string name_of(const std::string& what, Sharding sharding, Reduce reduce) {
+    return "C++ DDP, " + what +
+           (sharding == Sharding::kParameter ? " by parameter" : " by element") +
+           (reduce == Reduce::kToOwners ? ", to owners" : "");
+  }
+  void forward_backward(Ddp& ddp) const {
+    ddp.zero_grad();
+    ddp(input_).square().mean().backward();
+  }
+
+  void plain() {
+    if (const std::string name = "C++ DDP alone"; wanted(name)) {
+      auto ddp = make_ddp();
+      time_iterations(name, group_, iterations_, [&] { forward_backward(ddp); });
+    }
+    if (const std::string name = "C++ DDP, fused Adam"; wanted(name)) {
+      auto ddp = make_ddp();
+      optim::Adam adam(ddp.parameters(), options_);
+      time_iterations(name, group_, iterations_, [&] {
+        forward_backward(ddp);
+        adam.step();
+      });
+    }
+  }
+
+  void step(Sharding sharding, Reduce reduce) {
+    const auto name = name_of("ZeRO step()", sharding, reduce);
+    if (!wanted(name)) return;
+    auto ddp = make_ddp();
+    ZeroRedundancyOptimizer zero(ddp.parameters(), options_,
+                                 ZeroOptions().process_group(group_).sharding(sharding));
+    if (reduce == Reduce::kToOwners) ddp.register_comm_hook(reduce_to_owners_hook(ddp, zero));
+    time_iterations(name, group_, iterations_, [&] {
       forward_backward(ddp);
-      adam.step();
+      zero.step();
     });
   }
-  for (const auto sharding : {Sharding::kParameter, Sharding::kElement}) {
-    const std::string by = sharding == Sharding::kParameter ? "by parameter" : "by element";
-    const auto zero_options = ZeroOptions().process_group(group).sharding(sharding);
-    {
-      DistributedDataParallel<torch::nn::Sequential> ddp(make_model(layers), ddp_options);
-      ZeroRedundancyOptimizer zero(ddp.parameters(), options, zero_options);
-      time_iterations("C++ DDP, ZeRO step() " + by, group, iterations, [&] {
-        forward_backward(ddp);
-        zero.step();
-      });
-    }
-    for (const auto& [name, hook] : std::vector<std::pair<std::string, HookMaker>>{
-             {"hook_with_zero_step ", hook_with_zero_step},
-             {"interleaved ", hook_with_zero_step_interleaved}}) {
-      DistributedDataParallel<torch::nn::Sequential> ddp(make_model(layers), ddp_options);
-      // A bucket a parameter, so that every rank has a part of every update.
-      auto overlapped = zero_options;
-      ZeroRedundancyOptimizer zero(ddp.parameters(), options,
-                                   overlapped.overlap_with_ddp(true).bucket_cap_mb(1e-6));
-      ddp.register_comm_hook(hook(allreduce_hook(group), ddp, zero, false));
-      time_iterations("C++ DDP, " + name + by, group, iterations, [&] {
-        forward_backward(ddp);
-        zero.wait();
-      });
-    }
+
+  void overlapped(const std::string& what, HookMaker hook, Sharding sharding, Reduce reduce) {
+    const auto name = name_of(what, sharding, reduce);
+    if (!wanted(name)) return;
+    auto ddp = make_ddp();
+    // A bucket a parameter, so that every rank has a part of every update.
+    ZeroRedundancyOptimizer zero(
+        ddp.parameters(), options_,
+        ZeroOptions().process_group(group_).sharding(sharding).overlap_with_ddp(true).bucket_cap_mb(
+            1e-6));
+    ddp.register_comm_hook(hook(
+        reduce == Reduce::kToOwners ? reduce_to_owners_hook(ddp, zero) : allreduce_hook(group_),
+        ddp, zero, false));
+    time_iterations(name, group_, iterations_, [&] {
+      forward_backward(ddp);
+      zero.wait();
+    });
   }
-}
+
+  int64_t layers_;
+  int64_t iterations_;
+  std::string rows_;
+  ProcessGroupPtr group_ = init_process_group();
+  at::Tensor input_ = torch::randn({kBatch, kWidth});
+  torch::optim::AdamOptions options_{1e-4};
+};
 
 }  // namespace
 
 int main(int argc, char** argv) {
   at::set_num_threads(1);
-  if (argc != 3) {
-    std::fprintf(stderr, "usage: ddp_iteration LAYERS ITERATIONS, on every rank; see ddp.py\n");
+  if (argc != 3 && argc != 4) {
+    std::fprintf(stderr,
+                 "usage: ddp_iteration LAYERS ITERATIONS [ROWS], on every rank; see ddp.py\n");
     return 2;
   }
-  run(std::atoll(argv[1]), std::atoll(argv[2]));
+  Benchmark(std::atoll(argv[1]), std::atoll(argv[2]), argc == 4 ? argv[3] : "").run();
   return 0;
 }

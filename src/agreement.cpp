@@ -44,17 +44,6 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tensor& own) {
-  std::vector<at::Tensor> input{own.to(control_device(group))};
-  std::vector<std::vector<at::Tensor>> output(1);
-  for (int rank = 0; rank < group->getSize(); ++rank) {
-    output[0].push_back(at::empty_like(input[0]));
-  }
-  group->allgather(output, input)->wait();
-  for (auto& tensor : output[0]) tensor = tensor.cpu();
-  return output[0];
-}
-
 std::vector<std::string> all_gather_text(const ProcessGroupPtr& group, const std::string& own,
                                          const std::vector<int64_t>& sizes) {
   const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
@@ -95,6 +84,17 @@ at::Device control_device(const ProcessGroupPtr& group) {
     if (device.is_cpu()) return device;
   }
   return devices.front();
+}
+
+std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tensor& own) {
+  std::vector<at::Tensor> input{own.to(control_device(group))};
+  std::vector<std::vector<at::Tensor>> output(1);
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    output[0].push_back(at::empty_like(input[0]));
+  }
+  group->allgather(output, input)->wait();
+  for (auto& tensor : output[0]) tensor = tensor.cpu();
+  return output[0];
 }
 
 int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& lines,

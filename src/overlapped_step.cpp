@@ -5,8 +5,11 @@
 
 namespace shardstep {
 
-void OverlappedStep::reducing(c10d::GradBucket& bucket, Reduction reduction) {
-  if (bucket.getIndex() == 0) reducing_.clear();  // what a backward pass that threw has left
+void OverlappedStep::reducing(c10d::GradBucket& bucket, BucketReduction reduction) {
+  if (bucket.getIndex() == 0) {
+    reducing_.clear();  // what a backward pass that threw has left
+    update_.wait();
+  }
   reducing_.push_back({static_cast<int>(bucket.getIndex()), std::move(reduction),
                        bucket.getBuffer(), bucket.getParameters(), bucket.getGradients()});
   if (options_.update == UpdateWhen::kEachBucket && !ddp_decides_at_the_end()) {

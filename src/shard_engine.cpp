@@ -4,9 +4,14 @@
 #include <cmath>
 
 #include "agreement.h"
+#include "who.h"
 
 namespace shardstep {
 namespace {
+
+// Buckets count from 0, and state has the two highest tags.
+constexpr int kPartialTag = 0x8000;
+constexpr int kReduceTag = 0xc000;
 
 std::string describe(const at::Tensor& param) {
   return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
@@ -59,7 +64,10 @@ void check_one_dtype(const std::vector<at::Tensor>& params) {
   }
 }
 
-int64_t cap_bytes(double mb) {
+int64_t cap_bytes(const EngineOptions& options) {
+  // Gradients of a bucket live until all of them are there.
+  constexpr double kStage2 = 25;
+  const double mb = options.bucket_cap_mb.value_or(options.stage == 2 ? kStage2 : 0);
   TORCH_CHECK_VALUE(mb >= 0 && std::isfinite(mb),
                     "shardstep: expected bucket_cap_mb of 0 or more, got ", mb);
   return static_cast<int64_t>(std::ceil(mb * 1024 * 1024));
@@ -70,7 +78,14 @@ int64_t cap_bytes(double mb) {
 ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
     : group_(std::move(group)),
       options_(options),
-      partition_(options.sharding, group_->getSize(), cap_bytes(options.bucket_cap_mb)) {}
+      partition_(options.sharding, group_->getSize(), cap_bytes(options)) {
+  TORCH_CHECK_VALUE(options.stage == 1 || options.stage == 2,
+                    "shardstep: expected stage 1 or 2, got ", options.stage, detail::who(group_));
+  TORCH_CHECK_VALUE(options.stage == 1 || !options.overlap,
+                    "shardstep: expected stage 1 with overlap_with_ddp, got stage 2, which reduces "
+                    "the gradients itself and needs no DDP",
+                    detail::who(group_));
+}
 
 int64_t ShardEngine::kind_of(const at::Tensor& param) {
   // Frozen parameters keep to themselves, so that the trainable ones are cut evenly.
@@ -90,11 +105,11 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
   std::vector<std::string> lines;
   if (!failure) {
     try {
-      lines.push_back(c10::str("sharding by ",
-                               options_.sharding == Sharding::kElement ? "element" : "parameter",
-                               ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
-                               static_cast<int>(options_.exchange), ", bucket cap ",
-                               options_.bucket_cap_mb, ", overlap ", options_.overlap));
+      lines.push_back(c10::str(
+          "sharding by ", options_.sharding == Sharding::kElement ? "element" : "parameter",
+          ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
+          static_cast<int>(options_.exchange), ", bucket cap ", cap_bytes(options_),
+          " bytes, overlap ", options_.overlap, ", stage ", options_.stage));
       for (size_t g = 0; g < groups.size(); ++g) {
         const size_t index = group_count() + g;
         lines.push_back(c10::str("group ", index, ": ", groups[g].description));
@@ -114,7 +129,10 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
   }
   const int64_t channel = detail::agree(group_, lines, failure);
   if (!exchange_ && world_size() > 1) {
-    exchange_ = make_exchange(options_.exchange, group_, all.front().device(), channel);
+    exchange_ = make_exchange(group_, {.kind = options_.exchange,
+                                       .device = all.front().device(),
+                                       .channel = channel,
+                                       .prefer_shared_memory = options_.stage == 2});
   }
 
   std::vector<std::vector<ParamSpec>> specs;
@@ -127,7 +145,9 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
   }
   params_ = std::move(all);
   partition_.add_groups(specs);
+  const size_t first = buckets_.size();
   build_new_buckets();
+  if (options_.stage == 2 && exchange_) reduce_new_buckets(first);
   for (size_t group = local_.size(); group < group_count(); ++group) add_local_params(group);
 }
 
@@ -143,6 +163,25 @@ void ShardEngine::build_new_buckets() {
     buckets_.emplace_back(layout, std::move(params), options_.storage);
     active_.emplace_back();
     parts_.emplace_back();
+  }
+}
+
+// From here on parameters are the same on all ranks, and their gradients are added up.
+void ShardEngine::reduce_new_buckets(size_t first) {
+  if (!reducer_) reducer_ = std::make_unique<GradientReducer>(*exchange_, rank(), world_size());
+  for (size_t b = first; b < buckets_.size(); ++b) {
+    std::vector<ReducedParam> params;
+    for (size_t slot = 0; slot < buckets_[b].params().size(); ++slot) {
+      const int64_t index = buckets_[b].layout().slots[slot].param;
+      params.push_back({index, params_[index], partition_.slices(index)});
+      std::vector<at::Tensor> whole{buckets_[b].view(slot, {0, params_[index].numel()})};
+      if (whole.front().numel() > 0) group_->broadcast(whole, {})->wait();
+    }
+    reducer_->add_bucket(std::move(params),
+                         {.numel = {},
+                          .tensor = buckets_[b].params().front().options().requires_grad(false),
+                          .tag = static_cast<int>(b),
+                          .divisor = static_cast<double>(world_size())});
   }
 }
 
@@ -190,6 +229,7 @@ void ShardEngine::follow_params() {
       active_[b] = std::move(active);
     }
   }
+  if (reducer_) reducer_->follow_params();
   if (!aliased()) return;
   for (auto& group : local_) {
     for (auto& local : group) {
@@ -222,8 +262,121 @@ void ShardEngine::drop_gradients() {
   }
 }
 
+// Sums lie in the order of the bucket's slots.
+void ShardEngine::set_reduced_gradients() {
+  reducer_->finish();
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    int64_t offset = 0;
+    for (const auto& slot : buckets_[b].layout().slots) {
+      const auto place = local_places_[slot.param];
+      if (!place) continue;
+      auto& [index, elements, tensor] = local_[place->group][place->position];
+      const auto& sum = reducer_->sum(b);
+      if (sum.defined() && reducer_->used(index)) {
+        tensor.mutable_grad() =
+            sum.as_strided(tensor.sizes(), tensor.strides(), sum.storage_offset() + offset);
+      }
+      offset += elements.size();
+    }
+  }
+}
+
+void ShardEngine::set_sync(bool sync) {
+  check_stage_2("no_sync");
+  if (reducer_) reducer_->set_sync(sync);
+}
+
+void ShardEngine::drop_sums() {
+  drop_gradients();
+  if (reducer_) reducer_->reset();
+}
+
+std::vector<at::Tensor> ShardEngine::local_gradients() {
+  before_step();
+  std::vector<at::Tensor> gradients;
+  for (const auto& group : local_) {
+    for (const auto& local : group) {
+      if (local.tensor.grad().defined()) gradients.push_back(local.tensor.grad());
+    }
+  }
+  return gradients;
+}
+
+// Over the ranks, by rank.
+std::vector<double> ShardEngine::of_all_ranks(double value) const {
+  if (!exchange_) return {value};
+  std::vector<double> values;
+  for (const auto& one : detail::all_gather(group_, at::full({1}, value, at::kDouble))) {
+    values.push_back(one.item<double>());
+  }
+  return values;
+}
+
+double ShardEngine::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  check_stage_2("clip_grad_norm_");
+  at::NoGradGuard no_grad;
+  const bool largest = std::isinf(norm_type);
+  const auto merge = [&](double a, double b) {
+    return !largest ? a + b : std::isnan(a) || a > b ? a : b;
+  };
+  const auto gradients = local_gradients();
+  double own = 0;
+  for (const auto& gradient : gradients) {
+    if (gradient.numel() == 0) continue;
+    const auto norm = at::norm(gradient, norm_type).item<double>();
+    own = merge(own, largest ? norm : std::pow(norm, norm_type));
+  }
+  double total = 0;
+  for (double value : of_all_ranks(own)) total = merge(total, value);
+  if (!largest) total = std::pow(total, 1 / norm_type);
+  TORCH_CHECK(!error_if_nonfinite || std::isfinite(total),
+              "shardstep: expected gradients with a finite norm, got ", total, detail::who(group_));
+  const double factor = max_norm / (total + 1e-6);
+  if (!(factor >= 1)) {
+    for (at::Tensor gradient : gradients) gradient.mul_(factor);
+  }
+  return total;
+}
+
+void ShardEngine::clip_grad_value(double clip_value) {
+  check_stage_2("clip_grad_value_");
+  at::NoGradGuard no_grad;
+  for (at::Tensor gradient : local_gradients()) gradient.clamp_(-clip_value, clip_value);
+}
+
+void ShardEngine::check_stage_2(const char* what) const {
+  TORCH_CHECK_VALUE(options_.stage == 2, "shardstep: expected stage 2 for ", what,
+                    "; in stage 1 gradients are whole, use torch's own", detail::who(group_));
+}
+
+// As the reduction does where there are other ranks.
+void ShardEngine::drop_param_gradients() {
+  for (const auto& param : params_) param.mutable_grad().reset();
+}
+
+void ShardEngine::append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const {
+  const auto flat = flat_view(tensor);
+  for (const auto& slice : partition_.slices(param)) {
+    if (slice.elements.empty()) continue;
+    parts[slice.rank].push_back(flat.narrow(0, slice.elements.begin, slice.elements.size()));
+  }
+}
+
+std::unique_ptr<Pending> ShardEngine::reduce_to_owners(const std::vector<ParamGradient>& gradients,
+                                                       int tag) {
+  if (!exchange_) return nullptr;
+  at::NoGradGuard no_grad;
+  Parts parts(world_size());
+  for (const auto& [index, gradient] : gradients) {
+    TORCH_INTERNAL_ASSERT(in_order_of(params_[index], gradient).is_same(gradient));
+    append_parts(index, gradient, parts);
+  }
+  return exchange_->reduce_scatter(parts, kReduceTag + tag, world_size());
+}
+
 void ShardEngine::before_step() {
   follow_params();
+  if (reducer_) return set_reduced_gradients();
   if (!aliased()) return;
   for (auto& group : local_) {
     for (auto& local : group) set_gradient(local, params_[local.index].grad());
@@ -231,8 +384,11 @@ void ShardEngine::before_step() {
 }
 
 void ShardEngine::after_step() {
-  drop_gradients();
-  if (!exchange_) return;
+  drop_sums();
+  if (!exchange_) {
+    if (options_.stage == 2) drop_param_gradients();
+    return;
+  }
   at::NoGradGuard no_grad;
   std::vector<std::unique_ptr<Pending>> pending;
   for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -253,20 +409,11 @@ void ShardEngine::before_partial_step(const std::vector<ParamGradient>& gradient
 
 std::unique_ptr<Pending> ShardEngine::after_partial_step(
     const std::vector<ParamGradient>& gradients, int tag) {
-  // Buckets count from 0, and state has the two highest tags.
-  constexpr int kPartialTag = 0x8000;
   drop_gradients();
   if (!exchange_) return nullptr;
   at::NoGradGuard no_grad;
   Parts parts(world_size());
-  for (const auto& [index, gradient] : gradients) {
-    const auto [bucket, slot] = places_[index];
-    for (const auto& slice : partition_.slices(index)) {
-      if (!slice.elements.empty()) {
-        parts[slice.rank].push_back(buckets_[bucket].view(slot, slice.elements));
-      }
-    }
-  }
+  for (const auto& [index, gradient] : gradients) append_parts(index, params_[index], parts);
   return exchange_->all_gather(parts, kPartialTag + tag);
 }
 

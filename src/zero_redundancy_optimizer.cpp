@@ -26,13 +26,13 @@ void drop_repeats(std::vector<at::Tensor>& params) {
 }
 
 EngineOptions engine_options(const ZeroOptions& options) {
-  return {
-      .sharding = options.sharding(),
-      .storage =
-          options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
-      .exchange = options.exchange(),
-      .bucket_cap_mb = options.bucket_cap_mb(),
-      .overlap = options.overlap_with_ddp()};
+  return {.stage = options.stage(),
+          .sharding = options.sharding(),
+          .storage =
+              options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
+          .exchange = options.exchange(),
+          .bucket_cap_mb = options.bucket_cap_mb(),
+          .overlap = options.overlap_with_ddp()};
 }
 
 std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerOptions& options) {
@@ -211,28 +211,63 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   return loss;
 }
 
-void ZeroRedundancyOptimizer::update(
-    const std::vector<std::pair<at::Tensor, at::Tensor>>& params_and_gradients, int tag) {
+void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
+  Optimizer::zero_grad(set_to_none);
+  engine_->drop_sums();
+}
+
+ZeroRedundancyOptimizer::NoSync::NoSync(ShardEngine& engine)
+    : engine_(engine), before_(engine.sync()) {
+  engine_.set_sync(false);
+}
+
+ZeroRedundancyOptimizer::NoSync::~NoSync() { engine_.set_sync(before_); }
+
+double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type,
+                                                bool error_if_nonfinite) {
+  adopt_new_groups(nullptr);
+  return engine_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
+}
+
+void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) {
+  adopt_new_groups(nullptr);
+  engine_->clip_grad_value(clip_value);
+}
+
+// Those that this optimizer has.
+std::vector<ParamGradient> ZeroRedundancyOptimizer::by_index(
+    const ParamsAndGradients& gradients) const {
+  std::vector<ParamGradient> known;
+  for (const auto& [param, gradient] : gradients) {
+    const auto found = index_of_.find(param.unsafeGetTensorImpl());
+    if (found != index_of_.end()) known.push_back({found->second, gradient});
+  }
+  return known;
+}
+
+std::unique_ptr<Pending> ZeroRedundancyOptimizer::reduce_to_owners(
+    const ParamsAndGradients& gradients, int tag) {
+  return engine_->reduce_to_owners(by_index(gradients), tag);
+}
+
+void ZeroRedundancyOptimizer::update(const ParamsAndGradients& gradients, int tag) {
   TORCH_CHECK_VALUE(overlap_with_ddp(),
                     "shardstep: expected an optimizer with overlap_with_ddp (rank ", rank(), " of ",
                     world_size(), ")");
   adopt_new_groups(nullptr);
   consolidated_.reset();
-  std::vector<ParamGradient> gradients;
-  for (const auto& [param, gradient] : params_and_gradients) {
-    const auto found = index_of_.find(param.unsafeGetTensorImpl());
-    if (found != index_of_.end()) gradients.push_back({found->second, gradient});
-  }
+  const auto known = by_index(gradients);
   push_options();
-  engine_->before_partial_step(gradients);
+  engine_->before_partial_step(known);
   optim_->step();
   pull_options();
-  if (auto pending = engine_->after_partial_step(gradients, tag)) {
+  if (auto pending = engine_->after_partial_step(known, tag)) {
     arriving_.push_back(std::move(pending));
   }
 }
 
 void ZeroRedundancyOptimizer::wait() {
+  adopt_new_groups(nullptr);
   const auto arriving = std::exchange(arriving_, {});
   for (const auto& pending : arriving) pending->wait();
 }

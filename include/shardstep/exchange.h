@@ -3,7 +3,8 @@
 // Moves parts between the ranks of a group; knows nothing of what the bytes mean. Sums are taken in
 // rank order where the exchange is ours (pairwise), so they are the same on every run.
 // Every call is collective and returns at once; `Pending::wait` finishes it. Ranks make the same
-// calls for each tag in the same order; calls with different tags may come in any order.
+// calls for each tag in the same order; calls with different tags may come in any order if the
+// exchange says so.
 // Thread safety: one thread at a time an exchange.
 
 #include <memory>
@@ -17,9 +18,10 @@
 namespace shardstep {
 
 enum class ExchangeKind {
-  kAuto,      // pairwise on Gloo, native elsewhere
-  kNative,    // c10d's collectives
-  kPairwise,  // a message between every two ranks
+  kAuto,          // on Gloo pairwise, or shared memory where preferred; native elsewhere
+  kNative,        // c10d's collectives
+  kPairwise,      // a message between every two ranks
+  kSharedMemory,  // ranks of one host, tensors on the CPU
 };
 
 // Communication under way. It keeps the tensors alive; dropping it does not wait.
@@ -37,6 +39,29 @@ struct Traffic {
   int64_t bytes_received = 0;
 };
 
+struct ReductionOptions {
+  std::vector<int64_t> numel;  // how many elements each rank owns
+  at::TensorOptions tensor;    // dtype and device of what is added up
+  int tag = 0;
+  double divisor = 1;
+};
+
+// Adding up the same parts again and again, while something else is computed.
+class SHARDSTEP_API Reduction {
+ public:
+  virtual ~Reduction() = default;
+  // Starts a round: parts[r] goes to rank r. They are dropped as soon as they are not needed.
+  // REQUIRES: the last round was released.
+  virtual void post(Parts parts) = 0;
+  // Whether finish() would return at once.
+  virtual bool ready() = 0;
+  // The sum of what this rank owns over all ranks, divided; parts side by side in one 1-D tensor,
+  // which is lent until release().
+  virtual at::Tensor finish() = 0;
+  // Lets other ranks start the next round. REQUIRES: finish() was called.
+  virtual void release() = 0;
+};
+
 class SHARDSTEP_API Exchange {
  public:
   // `channel` keeps the messages of exchanges that share a group apart; the ranks agree on it.
@@ -46,8 +71,14 @@ class SHARDSTEP_API Exchange {
   // parts[r] of rank r reach every rank.
   virtual std::unique_ptr<Pending> all_gather(const Parts& parts, int tag) = 0;
 
-  // parts[r] of all ranks are added up on rank r, in its parts[r].
-  virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag) = 0;
+  // parts[r] of all ranks are added up on rank r, in its parts[r], and divided by `divisor`.
+  // REQUIRES: parts of one dtype.
+  virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag,
+                                                  double divisor = 1) = 0;
+
+  // Ranks make their reductions in the same order; rounds of different ones may come in any.
+  // Collective.
+  virtual std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) = 0;
 
   // `own` of every rank reaches rank `to`, in into[r]. REQUIRES: `into` fits on `to`; it is not
   // looked at elsewhere, nor is into[to].
@@ -55,6 +86,8 @@ class SHARDSTEP_API Exchange {
                                   int tag);
 
   virtual const char* name() const = 0;
+  // Whether calls with different tags may come in another order on another rank.
+  virtual bool any_order() const = 0;
   const Traffic& traffic() const { return traffic_; }
 
  protected:
@@ -69,9 +102,15 @@ class SHARDSTEP_API Exchange {
   int64_t channel_;
 };
 
-// REQUIRES: the group has more than one rank.
-SHARDSTEP_API std::unique_ptr<Exchange> make_exchange(ExchangeKind kind,
-                                                      const ProcessGroupPtr& group,
-                                                      at::Device device, int64_t channel);
+struct ExchangeOptions {
+  ExchangeKind kind = ExchangeKind::kAuto;
+  at::Device device = at::kCPU;
+  int64_t channel = 0;
+  bool prefer_shared_memory = false;  // of kinds that kAuto may choose
+};
+
+// REQUIRES: the group has more than one rank. Collective.
+SHARDSTEP_API std::unique_ptr<Exchange> make_exchange(const ProcessGroupPtr& group,
+                                                      const ExchangeOptions& options);
 
 }  // namespace shardstep

@@ -36,7 +36,7 @@ struct OverlappedStepOptions {
 };
 
 // A reduction under way.
-struct Reduction {
+struct BucketReduction {
   std::function<bool()> done;
   std::function<at::Tensor()> wait;  // the reduced buffer
 };
@@ -56,7 +56,7 @@ class SHARDSTEP_API OverlappedStep {
       : options_(options), update_(std::move(update)) {}
 
   // For DDP's hook to call, once it has started reducing the bucket.
-  void reducing(c10d::GradBucket& bucket, Reduction reduction);
+  void reducing(c10d::GradBucket& bucket, BucketReduction reduction);
 
   // Returns when the parameters are those of the next iteration.
   void arrive();
@@ -64,7 +64,7 @@ class SHARDSTEP_API OverlappedStep {
  private:
   struct Reducing {
     int index;
-    Reduction reduction;
+    BucketReduction reduction;
     at::Tensor buffer;
     std::vector<at::Tensor> params;
     std::vector<at::Tensor> gradients;  // views of the buffer

@@ -16,16 +16,20 @@
 #include "shardstep/bucket.h"
 #include "shardstep/exchange.h"
 #include "shardstep/export.h"
+#include "shardstep/gradient_reducer.h"
 #include "shardstep/partition.h"
 #include "shardstep/process_group.h"
 
 namespace shardstep {
 
 struct EngineOptions {
+  // 1: gradients arrive whole. 2: the engine adds them up, and each rank keeps what it owns.
+  int stage = 1;
   Sharding sharding = Sharding::kParameter;
   BucketStorage storage = BucketStorage::kInPlace;
   ExchangeKind exchange = ExchangeKind::kAuto;
-  double bucket_cap_mb = 0;  // 0: one bucket a dtype and device
+  // 0: one bucket a dtype and device. Unset: that in stage 1, small ones in stage 2.
+  std::optional<double> bucket_cap_mb;
   // The update runs inside the backward pass, some parameters at a time.
   bool overlap = false;
 };
@@ -78,10 +82,29 @@ class SHARDSTEP_API ShardEngine {
   const Partition& partition() const { return partition_; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
 
-  // Hands gradients to the local parameters. Call it when the gradients are final.
+  // Starts averaging gradients over the ranks, in place: each rank gets what it owns, and the rest
+  // keeps this rank's values. Null in a group of one. REQUIRES: gradients of one dtype, in their
+  // parameters' memory order. Collective: ranks agree on the parameters and the tag; calls with
+  // different tags may come in any order.
+  std::unique_ptr<Pending> reduce_to_owners(const std::vector<ParamGradient>& gradients, int tag);
+
+  // Hands gradients to the local parameters. Call it when the gradients are final. Collective in
+  // stage 2.
   void before_step();
   // Sends what this rank owns to every other and receives the rest. Collective.
   void after_step();
+
+  // Stage 2. While off, backward passes add up in `.grad`; the next one that synchronizes takes
+  // that along.
+  void set_sync(bool sync);
+  bool sync() const { return !reducer_ || reducer_->sync(); }
+  // Stage 2: forgets the gradients since the last step.
+  void drop_sums();
+  // Stage 2: scales the gradients down to a norm over all of them of at most max_norm, and returns
+  // what it was, the same on every rank. `norm_type` may be infinite. Collective.
+  double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
+  // Stage 2. Collective.
+  void clip_grad_value(double clip_value);
 
   // The same for some parameters, whose gradients are given: the local optimizer sees no others.
   // REQUIRES: the overlap option.
@@ -116,11 +139,21 @@ class SHARDSTEP_API ShardEngine {
   };
   int64_t kind_of(const at::Tensor& param);
   void build_new_buckets();
+  void reduce_new_buckets(size_t first);
+  void set_reduced_gradients();
+  void drop_param_gradients();
+  std::vector<at::Tensor> local_gradients();
+  std::vector<double> of_all_ranks(double value) const;
+  void check_stage_2(const char* what) const;
   void add_local_params(size_t group);
   void follow_params();
   // Whether local parameters are tensors of the engine's own.
-  bool aliased() const { return options_.sharding == Sharding::kElement || options_.overlap; }
+  bool aliased() const {
+    return options_.sharding == Sharding::kElement || options_.overlap || options_.stage == 2;
+  }
   at::Tensor local_view(int64_t param, Range elements) const;
+  // Adds each owner's part of a tensor that lies in memory as the parameter does.
+  void append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const;
   void set_gradient(LocalParam& local, const at::Tensor& gradient);
   void drop_gradients();
   std::vector<const Slice*> owned_slices(int rank) const;
@@ -132,6 +165,7 @@ class SHARDSTEP_API ShardEngine {
   std::vector<at::Tensor> params_;      // by index across groups
   std::vector<std::string> kinds_;
   std::vector<Bucket> buckets_;
+  std::unique_ptr<GradientReducer> reducer_;             // stage 2, more than one rank
   std::vector<Place> places_;                            // by parameter
   std::vector<std::vector<bool>> active_;                // by bucket and slot: what travels
   std::vector<Parts> parts_;                             // by bucket

@@ -13,6 +13,15 @@
 
 namespace shardstep {
 
+// Averages a bucket on those ranks of `zero` that own its parameters, with half the bytes of an
+// all-reduce. Behind the backward pass `.grad` holds the average where this rank owns the
+// parameter, and elsewhere its own gradient: enough for `zero`, with step() or inside the hooks
+// below, but not to clip by the norm of all gradients. Parameters that are not the optimizer's are
+// averaged on every rank. Sums are taken in rank order where the optimizer's exchange does so.
+// REQUIRES: `ddp` and `zero` outlive the hook and have the same ranks; dense gradients.
+SHARDSTEP_API CommHook reduce_to_owners_hook(DistributedDataParallelBase& ddp,
+                                             ZeroRedundancyOptimizer& zero);
+
 // Updates all parameters when the last bucket has been reduced. Throws ValueError unless `zero` was
 // built with overlap_with_ddp. `shard_buckets` is there for code that is ported from Python: the
 // parameters of a bucket are always shared out among all ranks, as the optimizer was built to.

@@ -25,6 +25,10 @@
 namespace shardstep {
 
 struct ZeroOptions {
+  // 1: gradients arrive whole, as DistributedDataParallel leaves them. 2: the optimizer averages
+  // them over the ranks during the backward pass, each rank keeps what it owns, and `.grad` is
+  // gone.
+  TORCH_ARG(int, stage) = 1;
   // The default group if null.
   TORCH_ARG(ProcessGroupPtr, process_group);
   TORCH_ARG(Sharding, sharding) = Sharding::kParameter;
@@ -34,9 +38,12 @@ struct ZeroOptions {
   // The update runs inside DistributedDataParallel's backward pass, by a hook of zero_hooks.h;
   // step() only warns.
   TORCH_ARG(bool, overlap_with_ddp) = false;
-  // Buckets of at most this size, 0 for no limit; a bucket is what moves at a time.
-  TORCH_ARG(double, bucket_cap_mb) = 0;
+  // Buckets of at most this size, 0 for no limit; a bucket is what moves at a time. Unset: no
+  // limit in stage 1, 25 in stage 2.
+  TORCH_ARG(std::optional<double>, bucket_cap_mb);
 };
+
+using ParamsAndGradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
@@ -62,11 +69,40 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // closure's loss. Collective.
   at::Tensor step(LossClosure closure = nullptr) override;
 
+  // Stage 2 as well: forgets the gradients since the last step. If a backward pass threw on this
+  // rank, it makes up for what the others wait for.
+  void zero_grad(bool set_to_none = true);
+
+  // Stage 2: while the returned object lives, backward passes add up in `.grad` without talking to
+  // other ranks; the next one behind it takes that along.
+  class SHARDSTEP_API NoSync {
+   public:
+    explicit NoSync(ShardEngine& engine);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    ShardEngine& engine_;
+    bool before_;
+  };
+  [[nodiscard]] NoSync no_sync() { return NoSync(*engine_); }
+
+  // Stage 2: scales the gradients down to a norm over all of them of at most max_norm, and returns
+  // what it was, the same on every rank. Collective.
+  double clip_grad_norm_(double max_norm, double norm_type = 2, bool error_if_nonfinite = false);
+  // Stage 2. Collective.
+  void clip_grad_value_(double clip_value);
+
+  // For zero_hooks.h: starts averaging gradients over the ranks, see ShardEngine::reduce_to_owners.
+  // REQUIRES: parameters of this optimizer. Collective.
+  std::unique_ptr<Pending> reduce_to_owners(const ParamsAndGradients& gradients, int tag);
   // For zero_hooks.h: updates what this rank owns of these parameters, and starts sending it; other
   // parameters than the optimizer's are passed over. REQUIRES: overlap_with_ddp. Collective, with
   // the same parameters and tag on every rank; updates with different tags may come in any order.
-  void update(const std::vector<std::pair<at::Tensor, at::Tensor>>& params_and_gradients, int tag);
-  // Returns when what update() sent has arrived, on this rank. Collective.
+  void update(const ParamsAndGradients& gradients, int tag);
+  // Returns when what update() sent has arrived, on this rank. Notices groups added through the
+  // base class. Collective.
   void wait();
 
   // Collective. A group added through the base class is noticed at the next collective call.
@@ -91,6 +127,10 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   at::Device join_device() const override;
   ProcessGroupPtr join_process_group() const override { return process_group(); }
 
+  // Whether this optimizer has the parameter.
+  bool has(const at::Tensor& param) const {
+    return index_of_.count(param.unsafeGetTensorImpl()) > 0;
+  }
   // The local optimizer. Its params are this rank's, see ShardEngine::local_params.
   torch::optim::Optimizer& optim() { return *optim_; }
   const ShardEngine& engine() const { return *engine_; }
@@ -109,6 +149,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
  private:
   void add_groups(std::vector<torch::optim::OptimizerParamGroup> groups);
   void adopt_new_groups(std::exception_ptr error);
+  std::vector<ParamGradient> by_index(const ParamsAndGradients& gradients) const;
   void push_options();
   void pull_options();
   NamedValues read_local_state(const at::Tensor& tensor) const;

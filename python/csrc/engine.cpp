@@ -23,16 +23,18 @@ Value choose(const char* what, const Choices<Value>& choices, const std::string&
                     "'");
 }
 
-EngineOptions options_of(const std::string& sharding, const std::string& exchange, bool flat,
-                         double bucket_cap_mb, bool overlap) {
-  return {.sharding = choose<Sharding>(
+EngineOptions options_of(int stage, const std::string& sharding, const std::string& exchange,
+                         bool flat, std::optional<double> bucket_cap_mb, bool overlap) {
+  return {.stage = stage,
+          .sharding = choose<Sharding>(
               "sharding", {{"parameter", Sharding::kParameter}, {"element", Sharding::kElement}},
               sharding),
           .storage = flat ? BucketStorage::kFlat : BucketStorage::kInPlace,
           .exchange = choose<ExchangeKind>("exchange",
                                            {{"auto", ExchangeKind::kAuto},
                                             {"native", ExchangeKind::kNative},
-                                            {"pairwise", ExchangeKind::kPairwise}},
+                                            {"pairwise", ExchangeKind::kPairwise},
+                                            {"shared_memory", ExchangeKind::kSharedMemory}},
                                            exchange),
           .bucket_cap_mb = bucket_cap_mb,
           .overlap = overlap};
@@ -146,15 +148,17 @@ void bind_engine(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   bind_values(module);
   py::class_<ShardEngine, std::shared_ptr<ShardEngine>>(module, "ShardEngine")
-      .def(py::init(wrap_pybind_function([](ProcessGroupPtr group, const std::string& sharding,
+      .def(py::init(wrap_pybind_function([](ProcessGroupPtr group, int stage,
+                                            const std::string& sharding,
                                             const std::string& exchange, bool flat,
-                                            double bucket_cap_mb, bool overlap) {
+                                            std::optional<double> bucket_cap_mb, bool overlap) {
              return std::make_shared<ShardEngine>(
-                 std::move(group), options_of(sharding, exchange, flat, bucket_cap_mb, overlap));
+                 std::move(group),
+                 options_of(stage, sharding, exchange, flat, bucket_cap_mb, overlap));
            })),
-           py::arg("group"), py::kw_only(), py::arg("sharding") = "parameter",
-           py::arg("exchange") = "auto", py::arg("flat") = false, py::arg("bucket_cap_mb") = 0.0,
-           py::arg("overlap") = false)
+           py::arg("group"), py::kw_only(), py::arg("stage") = 1, py::arg("sharding") = "parameter",
+           py::arg("exchange") = "auto", py::arg("flat") = false,
+           py::arg("bucket_cap_mb") = py::none(), py::arg("overlap") = false)
       .def("add_groups", wrap_pybind_function_no_gil(add_groups), py::arg("groups"),
            py::arg("error") = py::none())
       .def("before_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_step(); }))
@@ -164,6 +168,18 @@ void bind_engine(py::module_& module) {
              engine.before_partial_step(gradients_of(gradients));
            }))
       .def("after_partial_step", wrap_pybind_function_no_gil(after_partial_step))
+      .def("drop_sums", wrap_pybind_function_no_gil([](ShardEngine& e) { e.drop_sums(); }))
+      .def("clip_grad_norm",
+           wrap_pybind_function_no_gil(
+               [](ShardEngine& engine, double max_norm, double norm_type, bool error_if_nonfinite) {
+                 return engine.clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
+               }))
+      .def("clip_grad_value", wrap_pybind_function_no_gil([](ShardEngine& engine, double value) {
+             engine.clip_grad_value(value);
+           }))
+      .def_property(
+          "sync", &ShardEngine::sync,
+          wrap_pybind_function([](ShardEngine& engine, bool sync) { engine.set_sync(sync); }))
       .def("gather_state", wrap_pybind_function(gather_state))
       .def("cut_state", wrap_pybind_function(cut_state))
       .def("local_params", [](const ShardEngine& e, size_t group) { return e.local_params(group); })

@@ -11,7 +11,7 @@ namespace shardstep::python {
 namespace {
 
 // The future is Python's: it is touched, and let go of, with the GIL held.
-Reduction reduction_of(const py::object& future) {
+BucketReduction reduction_of(const py::object& future) {
   const std::shared_ptr<py::object> shared(new py::object(future), [](py::object* object) {
     const py::gil_scoped_acquire gil;
     delete object;

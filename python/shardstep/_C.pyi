@@ -41,10 +41,11 @@ class ShardEngine:
         self,
         group: dist.ProcessGroup,
         *,
+        stage: int = 1,
         sharding: str = "parameter",
         exchange: str = "auto",
         flat: bool = False,
-        bucket_cap_mb: float = 0.0,
+        bucket_cap_mb: float | None = None,
         overlap: bool = False,
     ) -> None: ...
     def add_groups(
@@ -56,6 +57,12 @@ class ShardEngine:
     def after_partial_step(
         self, gradients: list[tuple[int, torch.Tensor]], tag: int
     ) -> Pending | None: ...
+    def drop_sums(self) -> None: ...
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> float: ...
+    def clip_grad_value(self, value: float) -> None: ...
+    sync: bool
     def gather_state(
         self, local: dict[int, list[tuple[str, torch.Tensor | bytes]]], to: int
     ) -> dict[int, list[tuple[str, torch.Tensor | bytes]]]: ...

@@ -4,9 +4,10 @@ This module holds the param groups and the local optimizer; who owns what, and h
 state travel, is the engine's.
 """
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
 import torch
@@ -121,10 +122,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: parameters become views of one flat tensor a dtype and device.
         overlap_with_ddp: the update runs inside DDP's backward pass, by a hook of
             shardstep.ddp_zero_hook; step() only warns.
+        stage: 1: gradients arrive whole, as DDP leaves them. 2: the optimizer averages them over
+            the ranks during the backward pass; each rank keeps what it owns, `.grad` is gone, and
+            no DDP is needed.
         sharding: "parameter": every parameter belongs to one rank. "element": every rank owns
             equally many elements, and dtypes may be mixed.
-        exchange: "auto", "native" (c10d's collectives) or "pairwise".
-        bucket_cap_mb: buckets of at most this size, 0 for no limit; a bucket moves at a time.
+        exchange: "auto", "native" (c10d's collectives), "pairwise", or "shared_memory" (ranks of
+            one host, tensors on the CPU).
+        bucket_cap_mb: buckets of at most this size, 0 for no limit; a bucket moves at a time. None
+            is no limit in stage 1, 25 in stage 2.
         defaults: passed on to optimizer_class.
     """
 
@@ -139,9 +145,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
+        stage: int = 1,
         sharding: str = "parameter",
         exchange: str = "auto",
-        bucket_cap_mb: float = 0.0,
+        bucket_cap_mb: float | None = None,
         **defaults: Any,
     ) -> None:
         self.initialized = False
@@ -165,6 +172,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             self.engine = ShardEngine(
                 group,
+                stage=stage,
                 sharding=sharding,
                 exchange=exchange,
                 flat=parameters_as_bucket_view,
@@ -255,6 +263,35 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         loss = self._local_step(closure=closure, **kwargs)
         self.engine.after_step()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients. After a backward pass that threw, call it on every rank."""
+        super().zero_grad(set_to_none)
+        if self.initialized:
+            self.engine.drop_sums()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Stage 2: backward passes add up in `.grad`; the next one behind it takes that along."""
+        before, self.engine.sync = self.engine.sync, False
+        try:
+            yield
+        finally:
+            self.engine.sync = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Stage 2: scales the gradients down to a norm over all of them of at most max_norm.
+
+        Returns what it was, the same on every rank. Collective.
+        """
+        norm = self.engine.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+        return torch.tensor(norm)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Stage 2: clips every element of the gradients. Collective."""
+        self.engine.clip_grad_value(float(clip_value))
 
     def _local_step(
         self,

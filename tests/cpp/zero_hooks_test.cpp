@@ -26,6 +26,8 @@ struct NetImpl : torch::nn::Module {
           register_module("layer" + std::to_string(i), torch::nn::Linear(12 + i, 13 + i)));
     }
     at::NoGradGuard no_grad;
+    // One weight in another memory order.
+    layers[2]->weight.set_data(layers[2]->weight.t().contiguous().t());
     for (auto& param : parameters()) param.copy_(torch::randn(param.sizes(), random) / 4);
   }
   at::Tensor forward(at::Tensor x, int skip = -1) {
@@ -47,6 +49,9 @@ using HookMaker = CommHook (*)(CommHook, DistributedDataParallelBase&, ZeroRedun
                                bool);
 const std::vector<HookMaker> kHooks{hook_with_zero_step, hook_with_zero_step_interleaved};
 
+enum class Reduce { kToAll, kToOwners };
+const std::vector<Reduce> kReductions{Reduce::kToAll, Reduce::kToOwners};
+
 struct Setting {
   bool view = false;
   bool static_graph = false;
@@ -54,6 +59,7 @@ struct Setting {
   bool find_unused = false;
   HookMaker hook = hook_with_zero_step;
   Sharding sharding = Sharding::kParameter;
+  Reduce reduce = Reduce::kToAll;
 };
 
 DistributedDataParallelOptions ddp_options(const ProcessGroupPtr& group, const Setting& setting) {
@@ -69,6 +75,18 @@ ZeroOptions zero_options(const ProcessGroupPtr& group, const Setting& setting) {
   return ZeroOptions().process_group(group).sharding(setting.sharding).overlap_with_ddp(true);
 }
 
+CommHook reduction(const Setting& setting, DistributedDataParallelBase& ddp,
+                   ZeroRedundancyOptimizer& zero) {
+  return setting.reduce == Reduce::kToOwners ? reduce_to_owners_hook(ddp, zero)
+                                             : allreduce_hook(ddp.process_group());
+}
+
+void register_hook(const Setting& setting, DistributedDataParallelBase& ddp,
+                   ZeroRedundancyOptimizer& zero) {
+  ddp.register_comm_hook(
+      setting.hook(reduction(setting, ddp, zero), ddp, zero, setting.shard_buckets));
+}
+
 std::vector<torch::optim::OptimizerParamGroup> two_groups(const std::vector<at::Tensor>& params,
                                                           const LocalOptimizer& local) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
@@ -81,8 +99,8 @@ std::vector<torch::optim::OptimizerParamGroup> two_groups(const std::vector<at::
 }
 
 // At two ranks every sum has two terms and halving is exact, so the bits agree. At more, DDP
-// without a hook divides before it adds up, and our all-reduce hook may add in another order: a
-// relative difference of some 1e-6 a step, which Adam's division can enlarge.
+// without a hook divides before it adds up, and our hooks may add in another order: a relative
+// difference of some 1e-6 a step, which Adam's division can enlarge.
 void expect_like_plain(const Net& got, const Net& expected, int world_size) {
   const auto a = got->parameters(), b = expected->parameters();
   for (size_t i = 0; i < a.size(); ++i) {
@@ -105,7 +123,7 @@ void run_parity(
   ZeroRedundancyOptimizer zero(two_groups(net->parameters(), local), local,
                                zero_options(group, setting));
   auto plain = local.make(two_groups(plain_net->parameters(), local));
-  ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, setting.shard_buckets));
+  register_hook(setting, ddp, zero);
   for (int step = 0; step < 10; ++step) {
     const auto batch = input(group->getRank(), step);
     zero.zero_grad();
@@ -129,13 +147,14 @@ INSTANTIATE_TEST_SUITE_P(ZeroHooks, WorldSize, testing::Values(1, 2, 3, 4));
 
 TEST_P(WorldSize, EqualDdpAndThePlainOptimizerInEveryCombination) {
   run_ranks(GetParam(), [](const ProcessGroupPtr& group) {
-    for (int bits = 0; bits < 32; ++bits) {
+    for (int bits = 0; bits < 64; ++bits) {
       run_parity(group,
                  {.view = (bits & 1) != 0,
                   .static_graph = (bits & 2) != 0,
                   .shard_buckets = (bits & 4) != 0,
                   .hook = kHooks[(bits >> 3) & 1],
-                  .sharding = (bits & 16) != 0 ? Sharding::kElement : Sharding::kParameter},
+                  .sharding = (bits & 16) != 0 ? Sharding::kElement : Sharding::kParameter,
+                  .reduce = kReductions[bits >> 5]},
                  local_optimizer(AdamWOptions(0.01)));
       if (testing::Test::HasFailure()) {
         ADD_FAILURE() << "combination " << bits;
@@ -152,31 +171,39 @@ TEST(ZeroHooks, EveryOptimizer) {
                               local_optimizer(torch::optim::SGDOptions(0.1)),
                               local_optimizer(torch::optim::AdagradOptions(0.1)),
                               local_optimizer(torch::optim::RMSpropOptions(0.01))}) {
-      for (auto hook : kHooks) run_parity(group, {.hook = hook}, local);
+      for (auto hook : kHooks) {
+        for (auto reduce : kReductions) run_parity(group, {.hook = hook, .reduce = reduce}, local);
+      }
     }
   });
 }
 
 TEST(ZeroHooks, UnusedParametersAreLeftAlone) {
-  for (auto hook : kHooks) {
-    for (bool view : {false, true}) {
-      run_ranks(2, [&](const ProcessGroupPtr& group) {
-        // Another layer is left out each time; all ranks agree on it.
-        run_parity(group, {.view = view, .find_unused = true, .hook = hook},
-                   local_optimizer(AdamWOptions(0.01)), [](int step) { return step % 6 - 1; });
-        // In a static graph it is always the same one.
-        run_parity(group, {.view = view, .static_graph = true, .hook = hook},
-                   local_optimizer(AdamWOptions(0.01)), [](int) { return 2; });
-      });
-    }
+  for (int bits = 0; bits < 8; ++bits) {
+    run_ranks(2, [&](const ProcessGroupPtr& group) {
+      Setting setting{.view = (bits & 1) != 0,
+                      .find_unused = true,
+                      .hook = kHooks[(bits >> 1) & 1],
+                      .reduce = kReductions[bits >> 2]};
+      const auto local = local_optimizer(AdamWOptions(0.01));
+      // Another layer is left out each time; all ranks agree on it.
+      run_parity(group, setting, local, [](int step) { return step % 6 - 1; });
+      // Each rank leaves out another one: what one of them uses is updated.
+      run_parity(group, setting, local, [&](int step) { return (step + group->getRank()) % 5; });
+      // In a static graph it is always the same one.
+      setting.find_unused = false;
+      setting.static_graph = true;
+      run_parity(group, setting, local, [](int) { return 2; });
+    });
   }
 }
 
 TEST(ZeroHooks, FrozenUnfrozenAndAddedParameters) {
-  for (auto hook : kHooks) {
+  for (int bits = 0; bits < 4; ++bits) {
     run_ranks(2, [&](const ProcessGroupPtr& group) {
       const auto local = local_optimizer(AdamWOptions(0.01));
-      const Setting setting{.find_unused = true, .hook = hook};
+      const Setting setting{
+          .find_unused = true, .hook = kHooks[bits & 1], .reduce = kReductions[bits >> 1]};
       Net net(1), plain_net(1);
       DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
       DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
@@ -188,14 +215,16 @@ TEST(ZeroHooks, FrozenUnfrozenAndAddedParameters) {
       plain_params.resize(8);
       ZeroRedundancyOptimizer zero(params, local, zero_options(group, setting));
       auto plain = local.make(test::one_group(plain_params));
-      ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+      register_hook(setting, ddp, zero);
       for (int step = 0; step < 9; ++step) {
         for (auto* one : {&net, &plain_net}) {
           if (step == 2) (*one)->layers[1]->weight.set_requires_grad(false);
           if (step == 5) (*one)->layers[1]->weight.set_requires_grad(true);
         }
         if (step == 3) {
-          zero.add_param_group(torch::optim::OptimizerParamGroup(last));
+          // Through the base class, which cannot tell the others.
+          static_cast<torch::optim::Optimizer&>(zero).add_param_group(
+              torch::optim::OptimizerParamGroup(last));
           plain->add_param_group(torch::optim::OptimizerParamGroup(plain_last));
         }
         const auto batch = input(group->getRank(), step);
@@ -212,17 +241,19 @@ TEST(ZeroHooks, FrozenUnfrozenAndAddedParameters) {
 }
 
 TEST(ZeroHooks, AccumulationAndSchedules) {
-  for (auto hook : kHooks) {
+  for (int bits = 0; bits < 4; ++bits) {
     run_ranks(2, [&](const ProcessGroupPtr& group) {
       const auto local = local_optimizer(AdamWOptions(0.02));
-      const Setting setting{.hook = hook, .sharding = Sharding::kElement};
+      const Setting setting{.hook = kHooks[bits & 1],
+                            .sharding = Sharding::kElement,
+                            .reduce = kReductions[bits >> 1]};
       Net net(1), plain_net(1);
       DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
       DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
       ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
       auto plain = local.make(test::one_group(plain_net->parameters()));
       torch::optim::StepLR schedule(zero, 2, 0.5), plain_schedule(*plain, 2, 0.5);
-      ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+      register_hook(setting, ddp, zero);
       for (int step = 0; step < 6; ++step) {
         auto pass = [&](DistributedDataParallel<Net>& model) {
           model.zero_grad();
@@ -251,7 +282,7 @@ TEST(ZeroHooks, StateConsolidatesAndResumes) {
     Net net(1);
     DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
     ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
-    ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+    register_hook(setting, ddp, zero);
     for (int step = 0; step < 3; ++step) {
       zero.zero_grad();
       ddp(input(group->getRank(), step)).square().mean().backward();
@@ -268,31 +299,33 @@ TEST(ZeroHooks, StateConsolidatesAndResumes) {
 }
 
 TEST(ZeroHooks, ABackwardPassThatThrowsLeavesNothingBehind) {
-  run_ranks(2, [](const ProcessGroupPtr& group) {
-    const auto local = local_optimizer(AdamWOptions(0.01));
-    const Setting setting{.hook = hook_with_zero_step};
-    Net net(1), plain_net(1);
-    DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
-    DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
-    ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
-    auto plain = local.make(test::one_group(plain_net->parameters()));
-    ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
-    for (int step = 0; step < 4; ++step) {
-      if (step == 2) {
-        // Before the first gradient, on every rank.
-        auto output = ddp(input(group->getRank(), 9));
-        output.register_hook([](at::Tensor) { throw std::runtime_error("on purpose"); });
-        EXPECT_THROW(output.square().mean().backward(), std::runtime_error);
+  for (auto reduce : kReductions) {
+    run_ranks(2, [&](const ProcessGroupPtr& group) {
+      const auto local = local_optimizer(AdamWOptions(0.01));
+      const Setting setting{.hook = hook_with_zero_step_interleaved, .reduce = reduce};
+      Net net(1), plain_net(1);
+      DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+      DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+      ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
+      auto plain = local.make(test::one_group(plain_net->parameters()));
+      register_hook(setting, ddp, zero);
+      for (int step = 0; step < 4; ++step) {
+        if (step == 2) {
+          // Before the first gradient, on every rank.
+          auto output = ddp(input(group->getRank(), 9));
+          output.register_hook([](at::Tensor) { throw std::runtime_error("on purpose"); });
+          EXPECT_THROW(output.square().mean().backward(), std::runtime_error);
+        }
+        zero.zero_grad();
+        plain->zero_grad();
+        ddp(input(group->getRank(), step)).square().mean().backward();
+        plain_ddp(input(group->getRank(), step)).square().mean().backward();
+        plain->step();
+        zero.wait();
+        expect_like_plain(net, plain_net, 2);
       }
-      zero.zero_grad();
-      plain->zero_grad();
-      ddp(input(group->getRank(), step)).square().mean().backward();
-      plain_ddp(input(group->getRank(), step)).square().mean().backward();
-      plain->step();
-      zero.wait();
-      expect_like_plain(net, plain_net, 2);
-    }
-  });
+    });
+  }
 }
 
 TEST(ZeroHooks, MisuseIsSaid) {
@@ -324,54 +357,61 @@ TEST(ZeroHooks, MisuseIsSaid) {
 
 // Ranks reach their buckets at different times, in every round other ones: nothing may hang, and
 // the result is the same.
-TEST(ZeroHooks, SoakWithRandomDelays) {
+void soak(const ProcessGroupPtr& group, const Setting& setting) {
   constexpr int kRounds = 200;
-  run_ranks(
-      3,
-      [](const ProcessGroupPtr& group) {
-        const auto local = local_optimizer(AdamWOptions(0.001));
-        const Setting setting{.hook = hook_with_zero_step_interleaved,
-                              .sharding = Sharding::kElement};
-        Net net(1), plain_net(1);
-        DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
-        DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
-        ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
-        auto plain = local.make(test::one_group(plain_net->parameters()));
-        std::mt19937 random(17 + group->getRank());
-        auto delayed = [&, inner = allreduce_hook(group)](c10d::GradBucket& bucket) {
-          if (random() % 3 == 0) {
-            std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
-          }
-          return inner(bucket);
-        };
-        ddp.register_comm_hook(setting.hook(delayed, ddp, zero, false));
-        plain_ddp.register_comm_hook(allreduce_hook(group));
-        for (int round = 0; round < kRounds; ++round) {
-          zero.zero_grad();
-          plain->zero_grad();
-          const auto batch = input(group->getRank(), round);
-          ddp(batch).square().mean().backward();
-          plain_ddp(batch).square().mean().backward();
-          plain->step();
-        }
-        zero.wait();
-        // Both reduce by the same hook, so the bits agree at any world size.
-        expect_like_plain(net, plain_net, 2);
-      },
-      std::chrono::seconds(240));
+  const auto local = local_optimizer(AdamWOptions(0.001));
+  Net net(1), plain_net(1);
+  DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+  DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+  ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
+  ZeroRedundancyOptimizer plain(plain_net->parameters(), local,
+                                zero_options(group, setting).overlap_with_ddp(false));
+  std::mt19937 random(17 + group->getRank());
+  auto delayed = [&, inner = reduction(setting, ddp, zero)](c10d::GradBucket& bucket) {
+    if (random() % 3 == 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+    }
+    return inner(bucket);
+  };
+  ddp.register_comm_hook(setting.hook(delayed, ddp, zero, false));
+  plain_ddp.register_comm_hook(reduction(setting, plain_ddp, plain));
+  for (int round = 0; round < kRounds; ++round) {
+    zero.zero_grad();
+    plain.zero_grad();
+    const auto batch = input(group->getRank(), round);
+    ddp(batch).square().mean().backward();
+    plain_ddp(batch).square().mean().backward();
+    plain.step();
+  }
+  zero.wait();
+  // Both reduce by the same hook, so the bits agree at any world size.
+  expect_like_plain(net, plain_net, 2);
+}
+
+TEST(ZeroHooks, SoakWithRandomDelays) {
+  for (const auto reduce : kReductions) {
+    run_ranks(
+        3,
+        [&](const ProcessGroupPtr& group) {
+          soak(group, {.hook = hook_with_zero_step_interleaved,
+                       .sharding = Sharding::kElement,
+                       .reduce = reduce});
+        },
+        std::chrono::seconds(120));
+  }
 }
 
 TEST(ZeroHooks, UnevenInputs) {
-  for (auto hook : kHooks) {
+  for (int bits = 0; bits < 4; ++bits) {
     run_ranks(3, [&](const ProcessGroupPtr& group) {
       const auto local = local_optimizer(AdamWOptions(0.01));
-      const Setting setting{.hook = hook};
+      const Setting setting{.hook = kHooks[bits & 1], .reduce = kReductions[bits >> 1]};
       Net net(1), plain_net(1);
       DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
       DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
       ZeroRedundancyOptimizer zero(net->parameters(), local, zero_options(group, setting));
       auto plain = local.make(test::one_group(plain_net->parameters()));
-      ddp.register_comm_hook(setting.hook(allreduce_hook(group), ddp, zero, false));
+      register_hook(setting, ddp, zero);
       plain_ddp.register_comm_hook(allreduce_hook(group));
       const int inputs = 4 + 2 * group->getRank();
       {
@@ -391,10 +431,143 @@ TEST(ZeroHooks, UnevenInputs) {
         }
         join.finish();
       }
-      // DDP gives everyone the last joiner's parameters.
-      expect_like_plain(net, plain_net, 2);
+      // DDP gives everyone the last joiner's parameters. Sums to owners are taken in rank order, an
+      // all-reduce's are not.
+      expect_like_plain(net, plain_net, setting.reduce == Reduce::kToOwners ? 3 : 2);
     });
   }
+}
+
+class ReduceToOwners : public testing::TestWithParam<Sharding> {};
+INSTANTIATE_TEST_SUITE_P(ZeroHooks, ReduceToOwners,
+                         testing::Values(Sharding::kParameter, Sharding::kElement));
+
+// The optimizer has all layers but the last.
+std::vector<at::Tensor> without_last_layer(const Net& net) {
+  auto params = net->parameters();
+  params.resize(8);
+  return params;
+}
+
+TEST_P(ReduceToOwners, AveragesWhatThisRankOwnsAndSendsNoMore) {
+  for (int world_size : {2, 3}) {
+    run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+      const Setting setting{.sharding = GetParam(), .reduce = Reduce::kToOwners};
+      Net net(1), plain_net(1);
+      DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+      DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+      ZeroRedundancyOptimizer zero(without_last_layer(net), AdamWOptions(),
+                                   zero_options(group, setting));
+      ddp.register_comm_hook(reduce_to_owners_hook(ddp, zero));
+      const auto batch = input(group->getRank(), 0);
+      const int64_t before = zero.engine().traffic().bytes_sent;
+      ddp(batch).square().mean().backward();
+      plain_ddp(batch).square().mean().backward();
+
+      const auto& partition = zero.engine().partition();
+      int64_t elements = 0;
+      for (int64_t i = 0; i < partition.param_count(); ++i) {
+        const auto got = flat_view(net->parameters()[i].grad());
+        const auto average = flat_view(plain_net->parameters()[i].grad());
+        elements += got.numel();
+        for (const auto& slice : partition.slices(i)) {
+          const auto part = [&](const at::Tensor& flat) {
+            return flat.narrow(0, slice.elements.begin, slice.elements.size());
+          };
+          if (slice.rank == group->getRank()) {
+            EXPECT_TRUE(at::allclose(part(got), part(average), 1e-5, 1e-7)) << i;
+          } else {
+            EXPECT_FALSE(at::allclose(part(got), part(average), 1e-5, 1e-7)) << i;
+          }
+        }
+      }
+      EXPECT_EQ(zero.engine().traffic().bytes_sent - before,
+                4 * (elements - partition.owned_elements(group->getRank())));
+      for (size_t i = 8; i < 10; ++i) {
+        EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), plain_net->parameters()[i].grad(),
+                                 1e-5, 1e-7))
+            << i << " is not the optimizer's";
+      }
+    });
+  }
+}
+
+TEST_P(ReduceToOwners, SufficesForStep) {
+  for (bool view : {false, true}) {
+    run_ranks(2, [&](const ProcessGroupPtr& group) {
+      const Setting setting{.view = view, .sharding = GetParam(), .reduce = Reduce::kToOwners};
+      Net net(1), plain_net(1);
+      DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+      DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));
+      const auto local = local_optimizer(AdamWOptions(0.01));
+      ZeroRedundancyOptimizer zero(without_last_layer(net), local,
+                                   zero_options(group, setting).overlap_with_ddp(false));
+      auto plain = local.make(test::one_group(without_last_layer(plain_net)));
+      ddp.register_comm_hook(reduce_to_owners_hook(ddp, zero));
+      for (int step = 0; step < 4; ++step) {
+        const auto batch = input(group->getRank(), step);
+        ddp.zero_grad();
+        plain_ddp.zero_grad();
+        ddp(batch).square().mean().backward();
+        plain_ddp(batch).square().mean().backward();
+        zero.step();
+        plain->step();
+        expect_like_plain(net, plain_net, 2);
+      }
+    });
+  }
+}
+
+// Rank 0's backward pass begins when rank 1's ends, and rank 1, which does not use the last layer,
+// has full buckets long before that: it must not wait for rank 0's.
+TEST(ZeroHooks, WhoUsesOtherParametersWaitsForNobodyInTheBackwardPass) {
+  run_ranks(
+      2,
+      [](const ProcessGroupPtr& group) {
+        const Setting setting{.find_unused = true,
+                              .hook = hook_with_zero_step_interleaved,
+                              .reduce = Reduce::kToOwners};
+        Net net(1);
+        DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+        ZeroRedundancyOptimizer zero(net->parameters(), AdamWOptions(),
+                                     zero_options(group, setting));
+        register_hook(setting, ddp, zero);
+        std::vector<at::Tensor> message{torch::zeros({1})};
+        auto batch = input(group->getRank(), 0).requires_grad_();
+        if (group->getRank() == 1) {
+          batch.register_hook([&](at::Tensor) { group->send(message, 0, 1)->wait(); });
+        }
+        auto output = ddp(batch, group->getRank() == 0 ? -1 : 4);
+        if (group->getRank() == 0) {
+          output.register_hook([&](at::Tensor) { group->recv(message, 1, 1)->wait(); });
+        }
+        output.square().mean().backward();
+        zero.wait();
+      },
+      std::chrono::seconds(60), std::chrono::seconds(20));
+}
+
+TEST(ZeroHooks, ReduceToOwnersRefusesWhatItCannotDo) {
+  run_ranks(2, [](const ProcessGroupPtr& group) {
+    const auto alone = new_group({0}, {}, group);
+    const auto other = new_group({1}, {}, group);
+    Net net(1);
+    DistributedDataParallel<Net> ddp(net, ddp_options(group, {}));
+    ZeroRedundancyOptimizer zero(net->parameters(), AdamWOptions(),
+                                 zero_options(alone ? alone : other, {}));
+    const auto message = error_of<c10::ValueError>([&] { reduce_to_owners_hook(ddp, zero); });
+    EXPECT_NE(message.find("same ranks"), std::string::npos) << message;
+
+    torch::nn::Embedding table(torch::nn::EmbeddingOptions(5, 3).sparse(true));
+    DistributedDataParallel<torch::nn::Embedding> sparse(
+        table, DistributedDataParallelOptions().process_group(group));
+    ZeroRedundancyOptimizer sgd(table->parameters(), torch::optim::SGDOptions(0.1),
+                                ZeroOptions().process_group(group));
+    sparse.register_comm_hook(reduce_to_owners_hook(sparse, sgd));
+    const auto dense =
+        error_of<c10::ValueError>([&] { sparse(torch::tensor({1, 2})).sum().backward(); });
+    EXPECT_NE(dense.find("dense gradients"), std::string::npos) << dense;
+  });
 }
 
 }  // namespace
