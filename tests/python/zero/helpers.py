@@ -12,7 +12,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -265,10 +264,9 @@ def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def ddp_net(seed: int = 3, unused: bool = False, **options: Any) -> DistributedDataParallel:
-    """The net with a few parameters a bucket, from the first iteration on."""
-    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 300):
-        options = {"bucket_cap_mb": 3e-4} | options
-        return DistributedDataParallel(make_net(seed, unused=unused), **options)
+    """The net with a few parameters a bucket; before DDP rebuilds them there is one for all."""
+    options = {"bucket_cap_mb": 3e-4} | options
+    return DistributedDataParallel(make_net(seed, unused=unused), **options)
 
 
 def backward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -392,7 +392,8 @@ def test_status_after_the_first_bucket(hook):
         statuses.append(pair.zero._overlap_info.status)
         return allreduce_hook(state, bucket)
 
-    pair = Overlapped(hook, reduce=watching)
+    # With this option DDP has several buckets from the start.
+    pair = Overlapped(hook, reduce=watching, ddp={"find_unused_parameters": True})
     backward(pair.ddp, batches(1)[0])
     assert len(statuses) > 1
     assert statuses[0] == zero_module._OverlapStatus.UNINITIALIZED
