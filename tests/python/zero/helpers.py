@@ -264,10 +264,9 @@ def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def ddp_net(seed: int = 3, unused: bool = False, **options: Any) -> DistributedDataParallel:
-    # A few parameters a bucket, so that there are several.
-    return DistributedDataParallel(
-        make_net(seed, unused=unused), **{"bucket_cap_mb": 3e-4} | options
-    )
+    """The net with a few parameters a bucket; before DDP rebuilds them there is one for all."""
+    options = {"bucket_cap_mb": 3e-4} | options
+    return DistributedDataParallel(make_net(seed, unused=unused), **options)
 
 
 def backward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -459,7 +459,7 @@ class Collecting(ZeroRedundancyOptimizer):
 
 
 @every_sharding
-@on_ranks(2)
+@on_ranks(2, timeout=20)
 def test_subclass_that_consolidates_by_itself(options):
     parameters = make_parameters(*SHAPES)
     others = copies(parameters)
