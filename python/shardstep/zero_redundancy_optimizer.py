@@ -391,11 +391,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = None
         if self.rank != to:
             return None
-        params = self._index_to_param
-        self._consolidated = {params[i]: from_engine(values) for i, values in whole.items()}
+        self._consolidated = {index: from_engine(values) for index, values in whole.items()}
         # State of no parameter is the same on every rank.
         self._consolidated.update((k, v) for k, v in states.items() if not isinstance(k, int))
-        return self.state_dict()
+        return self._pack(self._consolidated)
 
     def state_dict(self) -> dict[str, Any]:
         """What was last consolidated on this rank, as the plain optimizer would give it."""
@@ -405,11 +404,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"consolidate_state_dict(to={self.rank}) on all ranks before state_dict() "
                 f"(rank {self.rank} of {self.world_size})"
             )
-        local, self.state = self.state, self._consolidated  # type: ignore[assignment]
-        try:
-            return super().state_dict()
-        finally:
-            self.state = local
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self._pack(self._consolidated)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def _pack(self, state: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+        """A plain optimizer's dict over the same groups."""
+        groups = []
+        first = 0
+        for group in self.param_groups:
+            last = first + len(group["params"])
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**options, "params": list(range(first, last))})
+            first = last
+        return {"state": dict(state), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a plain optimizer's dict, or one consolidated at any world size.
