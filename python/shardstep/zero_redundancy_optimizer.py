@@ -197,12 +197,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     "shardstep: expected an element-wise optimizer when sharding by element, got "
                     f"{name}, which needs whole parameters; shard by parameter"
                 )
-            Optimizer.__init__(self, _param_groups(params), defaults)
+            # The local optimizer says which of its arguments are options of a group.
+            Optimizer.__init__(self, _param_groups(params), {})
         except Exception as caught:
             error = caught
             self.engine = ShardEngine(group)
             self.param_groups = []
         Joinable.__init__(self)
+        self._arguments = defaults
         self._tell_engine(0, error)
         self.optim = optimizer_class(self._local_groups(0), **defaults)
         self.defaults = dict(self.optim.defaults)
@@ -231,7 +233,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _tell_engine(self, known: int, error: Exception | None) -> None:
         """Hands the groups from `known` on to the engine; if a rank cannot, none of them stays."""
         new = self.param_groups[known:]
-        groups = [(g["params"], _describe(self._optimizer_class, g)) for g in new]
+        groups = [
+            (g["params"], _describe(self._optimizer_class, {**self._arguments, **g})) for g in new
+        ]
         try:
             self.engine.add_groups(groups, None if error is None else str(error))
         except Exception as caught:

@@ -51,7 +51,6 @@ def check_parity(sharding, counts):
 
 # torch's DDP drops the gradients that a rank without inputs helped to reduce, so that rank updates
 # its share with those of its last batch. So does torch's own class.
-@pytest.mark.xfail(reason="a rank without inputs has no gradients from DDP", strict=True)
 @pytest.mark.parametrize("counts", [(3, 7), (7, 3)])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_uneven_inputs_as_with_a_plain_optimizer(sharding, counts):

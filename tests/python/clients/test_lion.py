@@ -53,7 +53,6 @@ def check_param_groups(sharding):
 
 
 # decoupled_weight_decay is an argument of Lion's constructor, but no key of its groups.
-@pytest.mark.xfail(reason="every argument becomes a key of the groups, as in torch", strict=True)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_param_groups_are_the_plain_optimizers(sharding):
     run_ranks(2, check_param_groups, sharding)

@@ -88,7 +88,6 @@ def check_self_consolidating(sharding):
     assert_equal(parameters_of(model), whole)
 
 
-@pytest.mark.xfail(reason="consolidate_state_dict calls the subclass's state_dict", strict=True)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_that_consolidates_by_itself(sharding):
     run_ranks(2, check_self_consolidating, sharding, timeout=10)

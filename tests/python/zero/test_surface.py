@@ -1,6 +1,7 @@
 """Every name of torch's type stub is there and tells the truth."""
 
 import enum
+import importlib
 import inspect
 
 import pytest
@@ -72,7 +73,7 @@ def test_signatures():
             for cls in (ZeroRedundancyOptimizer, torchs)
         )
         assert mine == theirs, name
-    hooks = torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook
+    hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook")
     for name in ("hook_with_zero_step", "hook_with_zero_step_interleaved"):
         mine, theirs = (
             [(p.name, p.default) for p in inspect.signature(hook).parameters.values()]
