@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def make_model(name: str, rank: int = 0):
+def make_model(name: str, rank: int = 0, layers: int = 20):
     """The model, which is the same on every rank, and a function that makes a loss of it."""
     import torch
 
     torch.manual_seed(0)
     if name == "linear":
-        model = torch.nn.Sequential(*(torch.nn.Linear(2000, 2000) for _ in range(20)))
+        model = torch.nn.Sequential(*(torch.nn.Linear(2000, 2000) for _ in range(layers)))
         torch.manual_seed(1 + rank)
         inputs, targets = torch.randn(2, 20, 2000)
         return model, lambda forward: (forward(inputs) - targets).square().mean()

@@ -19,7 +19,6 @@ into build/peers-deepspeed on first use. What cannot run here is skipped, with t
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -31,7 +30,7 @@ import deepspeed_environment
 import link
 import report
 from contest import BASE, LINK_ROWS, ROWS, Case
-from launch import Readings, TurnFailed, progress, run_ranks
+from launch import Place, Readings, TurnFailed, progress, run_ranks
 
 BUILD = Path(__file__).resolve().parent.parent.parent / "build"
 
@@ -47,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--link", action=argparse.BooleanOptionalAction, default=True, help="the 1 Gbit/s case")
     known = ", ".join(ROWS)
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {known}")
+    add("--layers", type=int, default=20, help="fewer for a quick look (default 20)")
     add("--rounds", type=int, default=5)
     add("--iterations", type=int, default=8, help="timed iterations a turn (default 8)")
     add("--link-rounds", type=int, default=2)
@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", default=BUILD / "peers.json")
     add("--plot", type=Path, metavar="FILE", default=BUILD / "peers.png")
     arguments = parser.parse_args()
-    for name in ("rounds", "iterations", "link_rounds", "link_iterations"):
+    for name in ("layers", "rounds", "iterations", "link_rounds", "link_iterations"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     if any(ranks < 2 for ranks in arguments.ranks):
@@ -64,9 +64,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_case(
-    case: Case, rounds: int, pythons: dict[bool, Path], prefixes: list[list[str]], timeout: float
-) -> list[dict[str, Readings]]:
-    """The readings of each round by row name. A row that fails once is left out from then on."""
+    case: Case, place: Place, rounds: int, pythons: dict[bool, Path], timeout: float
+) -> report.Rounds:
+    """A row that fails once is left out from then on."""
     readings: list[dict[str, Readings]] = []
     rows = [ROWS[key] for key in case.rows]
     for number in range(rounds):
@@ -75,16 +75,10 @@ def run_case(
         start = number % len(rows)
         for row in rows[start:] + rows[:start]:
             where = f"peers: {case}, round {number + 1} of {rounds}, {row.name}"
+            arguments = ["--maker", row.maker, "--options", json.dumps(row.options)]
+            arguments += ["--layers", str(case.layers), "--iterations", str(case.iterations)]
             try:
-                turn[row.name] = run_ranks(
-                    pythons[row.deepspeed],
-                    row.maker,
-                    row.options,
-                    case.iterations,
-                    prefixes,
-                    link.INTERFACE if case.link else "lo",
-                    timeout,
-                )
+                turn[row.name] = run_ranks(place, pythons[row.deepspeed], arguments, timeout)
             except TurnFailed as error:
                 progress(f"{where}: left out, {error}")
                 rows.remove(row)
@@ -110,17 +104,17 @@ def main() -> None:
 
     readings: dict[Case, report.Rounds] = {}
     for ranks in arguments.ranks:
-        case = Case(ranks, False, tuple(keys), arguments.iterations)
-        prefixes: list[list[str]] = [[] for _ in range(ranks)]
-        readings[case] = run_case(case, arguments.rounds, pythons, prefixes, arguments.timeout)
+        case = Case(ranks, False, tuple(keys), arguments.layers, arguments.iterations)
+        place = Place([[]] * ranks, "lo")
+        readings[case] = run_case(case, place, arguments.rounds, pythons, arguments.timeout)
     if arguments.link:
         link_keys = tuple(key for key in LINK_ROWS if key in keys)
-        case = Case(2, True, link_keys, arguments.link_iterations)
+        case = Case(2, True, link_keys, arguments.layers, arguments.link_iterations)
+        rounds = arguments.link_rounds
         try:
             with link.gigabit_link() as prefixes:
-                readings[case] = run_case(
-                    case, arguments.link_rounds, pythons, prefixes, arguments.timeout
-                )
+                place = Place(prefixes, link.INTERFACE)
+                readings[case] = run_case(case, place, rounds, pythons, arguments.timeout)
         except link.NotPermitted as error:
             progress(f"peers: 1 Gbit/s is skipped: {error}")
 
@@ -156,5 +150,4 @@ def write(
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main()
+    main()

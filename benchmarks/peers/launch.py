@@ -1,6 +1,7 @@
 """Starts the ranks of a contestant in fresh processes and waits for what they measured."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,7 +9,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 
@@ -19,37 +19,30 @@ class TurnFailed(Exception):
     """Why a contestant has no readings."""
 
 
-def run_ranks(
-    python: str | Path,
-    maker: str,
-    options: dict[str, Any],
-    iterations: int,
-    prefixes: list[list[str]],
-    interface: str,
-    timeout: float,
-) -> Readings:
-    """One rank a prefix, which is put before its command. Sizes are the largest rank's, CPU all's."""
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the ranks run: one a prefix, which is put before its command."""
+
+    prefixes: list[list[str]]
+    interface: str
+
+
+def run_ranks(place: Place, python: Path, arguments: list[str], timeout: float) -> Readings:
+    """Runs worker.py with these arguments and its rank's own."""
     with tempfile.TemporaryDirectory(prefix="shardstep-peers-") as name:
-        folder = Path(name)
-        processes = []
+        folder, processes = Path(name), []
         with contextlib.ExitStack() as stack:
-            for rank, prefix in enumerate(prefixes):
+            for rank, prefix in enumerate(place.prefixes):
                 log = stack.enter_context(open(folder / f"log{rank}", "w"))
-                command = [*prefix, str(python), str(WORKER), "--maker", maker]
-                command += ["--options", json.dumps(options), "--iterations", str(iterations)]
+                command = [*prefix, str(python), str(WORKER), *arguments]
                 command += ["--timeout", str(timeout), "--store", str(folder / "store")]
                 command += ["--result", str(folder / f"result{rank}")]
-                environment = {
-                    **os.environ,
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(len(prefixes)),
-                    "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": interface,
-                    "DS_ACCELERATOR": "cpu",
-                }
                 process = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    command,
+                    env={**os.environ, **rank_environment(place, rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
                 )
                 stack.callback(end, process)
                 processes.append(process)
@@ -57,8 +50,20 @@ def run_ranks(
         if failed is not None:
             rank, why = failed
             raise TurnFailed(f"rank {rank} {why}\n{tail(folder / f'log{rank}')}")
-        results = [json.loads((folder / f"result{r}").read_text()) for r in range(len(prefixes))]
-    return merge(results)
+        return merge(
+            [json.loads((folder / f"result{r}").read_text()) for r in range(len(processes))]
+        )
+
+
+def rank_environment(place: Place, rank: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(len(place.prefixes)),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": place.interface,
+        "DS_ACCELERATOR": "cpu",
+    }
 
 
 def wait(processes: list[subprocess.Popen], timeout: float) -> tuple[int, str] | None:
@@ -87,6 +92,7 @@ def tail(log: Path, lines: int = 12) -> str:
 
 
 def merge(results: list[Readings]) -> Readings:
+    """Sizes are the largest rank's, processor time is all ranks'."""
     merged = {key: list(results[0][key]) for key in ("iteration", "step", "loss")}
     for key, over_ranks in (("cpu", sum), ("sent", max)):
         merged[key] = [over_ranks(vs) for vs in zip(*(r[key] for r in results), strict=True)]

@@ -156,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--maker", choices=MAKERS, required=True)
     parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--store", required=True)
@@ -171,7 +172,7 @@ def main() -> None:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=arguments.timeout),
     )
-    model, loss_of = make_model("linear", rank)
+    model, loss_of = make_model("linear", rank, arguments.layers)
     contestant = MAKERS[arguments.maker](model, **arguments.options)
     result = measure(contestant, loss_of, arguments.iterations)
     arguments.result.write_text(json.dumps(result))
