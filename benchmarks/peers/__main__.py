@@ -125,7 +125,7 @@ def main() -> None:
     tables = {case: table for case, table in tables.items() if table}
     for case, table in tables.items():
         print(f"\n{report.markdown(case, table)}", flush=True)
-    print(f"\n{report.goals(readings, tables)}", flush=True)
+    print(f"\n{report.goals(readings, tables)}".rstrip(), flush=True)
     write(arguments, readings, tables)
     odd = {str(case): report.odd_losses(readings[case], table) for case, table in tables.items()}
     if any(odd.values()):

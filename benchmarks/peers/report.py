@@ -75,7 +75,9 @@ def markdown(case: Case, table: Table) -> str:
 
 
 def goals(readings: dict[Case, Rounds], tables: dict[Case, Table]) -> str:
-    lines = ["| goal | against | ranks | asked | measured | |", "|---|---|---|---|---|---|"]
+    """Every goal whose rows ran; empty when none did."""
+    head = ["| goal | against | ranks | asked | measured | |", "|---|---|---|---|---|---|"]
+    lines = []
     for goal in GOALS:
         for case, table in tables.items():
             names = (goal.row.name, goal.base.name)
@@ -93,7 +95,7 @@ def goals(readings: dict[Case, Rounds], tables: dict[Case, Table]) -> str:
                 f"| {goal.what} | {goal.base.name} | {case.ranks} | {asked:.2f}x {what} "
                 f"| {measured:.2f}x | {'met' if met else 'missed'} |"
             )
-    return "\n".join(lines)
+    return "\n".join(head + lines) if lines else ""
 
 
 def plot(tables: dict[Case, Table], file: Path) -> None:
