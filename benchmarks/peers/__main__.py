@@ -30,7 +30,7 @@ import deepspeed_environment
 import link
 import report
 from contest import BASE, LINK_ROWS, ROWS, Case
-from launch import Place, Readings, TurnFailed, progress, run_ranks
+from launch import Environment, Place, Readings, TurnFailed, progress, run_ranks
 
 BUILD = Path(__file__).resolve().parent.parent.parent / "build"
 
@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_case(
-    case: Case, place: Place, rounds: int, pythons: dict[bool, Path], timeout: float
+    case: Case, place: Place, rounds: int, environments: dict[bool, Environment], timeout: float
 ) -> report.Rounds:
     """A row that fails once is left out from then on."""
     readings: list[dict[str, Readings]] = []
@@ -78,7 +78,7 @@ def run_case(
             arguments = ["--maker", row.maker, "--options", json.dumps(row.options)]
             arguments += ["--layers", str(case.layers), "--iterations", str(case.iterations)]
             try:
-                turn[row.name] = run_ranks(place, pythons[row.deepspeed], arguments, timeout)
+                turn[row.name] = run_ranks(place, environments[row.deepspeed], arguments, timeout)
             except TurnFailed as error:
                 progress(f"{where}: left out, {error}")
                 rows.remove(row)
@@ -94,10 +94,10 @@ def run_case(
 def main() -> None:
     arguments = parse_arguments()
     keys = [key for key in ROWS if key in arguments.rows or ROWS[key] is BASE]
-    pythons = {False: Path(sys.executable)}
+    environments = {False: Environment(Path(sys.executable), {})}
     if any(ROWS[key].deepspeed for key in keys):
         try:
-            pythons[True] = deepspeed_environment.prepare()
+            environments[True] = deepspeed_environment.prepare()
         except deepspeed_environment.NotInstalled as error:
             progress(f"peers: DeepSpeed is skipped: {error}")
             keys = [key for key in keys if not ROWS[key].deepspeed]
@@ -106,7 +106,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         case = Case(ranks, False, tuple(keys), arguments.layers, arguments.iterations)
         place = Place([[]] * ranks, "lo")
-        readings[case] = run_case(case, place, arguments.rounds, pythons, arguments.timeout)
+        readings[case] = run_case(case, place, arguments.rounds, environments, arguments.timeout)
     if arguments.link:
         link_keys = tuple(key for key in LINK_ROWS if key in keys)
         case = Case(2, True, link_keys, arguments.layers, arguments.link_iterations)
@@ -114,7 +114,7 @@ def main() -> None:
         try:
             with link.gigabit_link() as prefixes:
                 place = Place(prefixes, link.INTERFACE)
-                readings[case] = run_case(case, place, rounds, pythons, arguments.timeout)
+                readings[case] = run_case(case, place, rounds, environments, arguments.timeout)
         except link.NotPermitted as error:
             progress(f"peers: 1 Gbit/s is skipped: {error}")
 

@@ -27,19 +27,29 @@ class Place:
     interface: str
 
 
-def run_ranks(place: Place, python: Path, arguments: list[str], timeout: float) -> Readings:
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The Python that ranks run, and what it wants in os.environ."""
+
+    python: Path
+    variables: dict[str, str]
+
+
+def run_ranks(
+    place: Place, environment: Environment, arguments: list[str], timeout: float
+) -> Readings:
     """Runs worker.py with these arguments and its rank's own."""
     with tempfile.TemporaryDirectory(prefix="shardstep-peers-") as name:
         folder, processes = Path(name), []
         with contextlib.ExitStack() as stack:
             for rank, prefix in enumerate(place.prefixes):
                 log = stack.enter_context(open(folder / f"log{rank}", "w"))
-                command = [*prefix, str(python), str(WORKER), *arguments]
+                command = [*prefix, str(environment.python), str(WORKER), *arguments]
                 command += ["--timeout", str(timeout), "--store", str(folder / "store")]
                 command += ["--result", str(folder / f"result{rank}")]
                 process = subprocess.Popen(
                     command,
-                    env={**os.environ, **rank_environment(place, rank)},
+                    env={**os.environ, **environment.variables, **rank_variables(place, rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -55,14 +65,13 @@ def run_ranks(place: Place, python: Path, arguments: list[str], timeout: float) 
         )
 
 
-def rank_environment(place: Place, rank: int) -> dict[str, str]:
+def rank_variables(place: Place, rank: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(len(place.prefixes)),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": place.interface,
-        "DS_ACCELERATOR": "cpu",
     }
 
 
