@@ -83,7 +83,7 @@ def make_deepspeed(model: torch.nn.Module, stage: int) -> Contestant:
     config = {
         "train_batch_size": batch * dist.get_world_size(),
         "train_micro_batch_size_per_gpu": batch,
-        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        "zero_optimization": {"stage": stage},
     }
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
