@@ -22,8 +22,10 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed_environment
@@ -65,14 +67,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_case(
     case: Case, place: Place, rounds: int, environments: dict[bool, Environment], timeout: float
-) -> report.Rounds:
-    """A row that fails once is left out from then on."""
-    readings: list[dict[str, Readings]] = []
+) -> Iterator[report.Rounds]:
+    """The rounds so far, after each turn. A row that fails once is left out from then on."""
+    readings: report.Rounds = []
     rows = [ROWS[key] for key in case.rows]
     for number in range(rounds):
         turn: dict[str, Readings] = {}
+        readings.append(turn)
         # Each round starts with another contestant, so that none always follows the same one.
-        start = number % len(rows)
+        start = number % max(1, len(rows))
         for row in rows[start:] + rows[:start]:
             where = f"peers: {case}, round {number + 1} of {rounds}, {row.name}"
             arguments = ["--maker", row.maker, "--options", json.dumps(row.options)]
@@ -85,14 +88,36 @@ def run_case(
                 continue
             milliseconds = statistics.median(turn[row.name]["iteration"])
             progress(f"{where}: {milliseconds:.0f} ms (load {os.getloadavg()[0]:.1f})")
-        readings.append(turn)
-        if not rows:
-            break
-    return readings
+            yield readings
+
+
+def all_turns(
+    arguments: argparse.Namespace, keys: list[str], environments: dict[bool, Environment]
+) -> Iterator[tuple[Case, report.Rounds]]:
+    """Each case's rounds so far, after each turn."""
+    for ranks in arguments.ranks:
+        case = Case(ranks, False, tuple(keys), arguments.layers, arguments.iterations)
+        place = Place([[]] * ranks, "lo")
+        for rounds in run_case(case, place, arguments.rounds, environments, arguments.timeout):
+            yield case, rounds
+    if not arguments.link:
+        return
+    link_keys = tuple(key for key in LINK_ROWS if key in keys)
+    case = Case(2, True, link_keys, arguments.layers, arguments.link_iterations)
+    count = arguments.link_rounds
+    try:
+        with link.gigabit_link() as prefixes:
+            place = Place(prefixes, link.INTERFACE)
+            for rounds in run_case(case, place, count, environments, arguments.timeout):
+                yield case, rounds
+    except link.NotPermitted as error:
+        progress(f"peers: 1 Gbit/s is skipped: {error}")
 
 
 def main() -> None:
     arguments = parse_arguments()
+    # As Ctrl-C: ranks and namespaces must not outlive a run that `timeout` stops.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     keys = [key for key in ROWS if key in arguments.rows or ROWS[key] is BASE]
     environments = {False: Environment(Path(sys.executable), {})}
     if any(ROWS[key].deepspeed for key in keys):
@@ -103,21 +128,11 @@ def main() -> None:
             keys = [key for key in keys if not ROWS[key].deepspeed]
 
     readings: dict[Case, report.Rounds] = {}
-    for ranks in arguments.ranks:
-        case = Case(ranks, False, tuple(keys), arguments.layers, arguments.iterations)
-        place = Place([[]] * ranks, "lo")
-        readings[case] = run_case(case, place, arguments.rounds, environments, arguments.timeout)
-    if arguments.link:
-        link_keys = tuple(key for key in LINK_ROWS if key in keys)
-        case = Case(2, True, link_keys, arguments.layers, arguments.link_iterations)
-        rounds = arguments.link_rounds
-        try:
-            with link.gigabit_link() as prefixes:
-                place = Place(prefixes, link.INTERFACE)
-                readings[case] = run_case(case, place, rounds, environments, arguments.timeout)
-        except link.NotPermitted as error:
-            progress(f"peers: 1 Gbit/s is skipped: {error}")
-
+    try:
+        for case, rounds in all_turns(arguments, keys, environments):
+            readings[case] = rounds
+    except KeyboardInterrupt:
+        progress("peers: stopped; this is what was measured until then")
     tables = {
         case: report.tabulate(rounds, [ROWS[key] for key in case.rows])
         for case, rounds in readings.items()
