@@ -128,10 +128,12 @@ def main() -> None:
             keys = [key for key in keys if not ROWS[key].deepspeed]
 
     readings: dict[Case, report.Rounds] = {}
+    stopped = False
     try:
         for case, rounds in all_turns(arguments, keys, environments):
             readings[case] = rounds
     except KeyboardInterrupt:
+        stopped = True
         progress("peers: stopped; this is what was measured until then")
     tables = {
         case: report.tabulate(rounds, [ROWS[key] for key in case.rows])
@@ -145,6 +147,8 @@ def main() -> None:
     odd = {str(case): report.odd_losses(readings[case], table) for case, table in tables.items()}
     if any(odd.values()):
         raise SystemExit(f"peers: the loss of these rows differs from the others': {odd}")
+    if stopped:
+        raise SystemExit(130)
 
 
 def write(
