@@ -1,12 +1,13 @@
 # `make demo` and `make test` set up everything that they need in .venv and build/.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench format check-format install clean setup build
+.PHONY: help demo test bench bench-peers format check-format install clean setup build
 
 JOBS ?= $(shell nproc)
 RANKS ?= 2
 PREFIX ?=
 DEMO_ARGS ?=
+PEERS_ARGS ?=
 
 ifdef SANITIZE
 BUILD := build-sanitize
@@ -61,6 +62,9 @@ bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
 	@$(BIN)/python benchmarks/ddp.py --build $(BUILD)
 	@$(BIN)/python benchmarks/python_zero.py
+
+bench-peers: install  ## Time ours beside DDP, torch's ZeRO, FSDP2, DeepSpeed (PEERS_ARGS="--help")
+	@$(BIN)/python benchmarks/peers $(PEERS_ARGS)
 
 format: $(READY)  ## Format the C++ and Python sources
 	@$(BIN)/clang-format -i $(CPP_FILES)

@@ -22,9 +22,7 @@ import gc
 import json
 import multiprocessing
 import os
-import socket
 import statistics
-import struct
 import sys
 import tempfile
 import time
@@ -32,7 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from workload import make_model, proc_bytes, tcp_bytes_sent
+
 TORCH = "torch's ZeRO"
 OURS = {
     "ours, by parameter": {"sharding": "parameter"},
@@ -67,28 +66,6 @@ class Case:
 # -- on a rank -------------------------------------------------------------------------------------
 
 
-def make_model(name: str):
-    """The model, and a function that makes a loss of it."""
-    import torch
-
-    torch.manual_seed(0)
-    if name == "linear":
-        model = torch.nn.Sequential(*(torch.nn.Linear(2000, 2000) for _ in range(20)))
-        inputs = torch.randn(20, 2000)
-        return model, lambda forward: forward(inputs).square().mean()
-    sys.path.insert(0, str(ROOT / "examples"))
-    from train_gpt import Gpt
-
-    model = Gpt(vocabulary_size=256, layers=12, width=512, heads=8, context=32)
-    tokens = torch.randint(256, (2, 33))
-
-    def loss(forward):
-        scores = forward(tokens[:, :-1])
-        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
-
-    return model, loss
-
-
 def make_optimizer(row: str, parameters, defaults: dict[str, Any]):
     import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -101,29 +78,6 @@ def make_optimizer(row: str, parameters, defaults: dict[str, Any]):
     from shardstep import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(parameters, adam, lr=1e-4, **OURS[row], **defaults)
-
-
-def proc_bytes(file: str, field: str) -> int:
-    for line in Path("/proc/self", file).read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"python_zero.py: /proc/self/{file} has no {field}")
-
-
-def tcp_bytes_sent() -> int:
-    """By all sockets of this process that are open now."""
-    sent = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6):
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-                    sent += struct.unpack_from("Q", info, 200)[0]  # tcpi_bytes_sent
-        except OSError:  # listdir's own descriptor; listening sockets
-            continue
-    return sent
 
 
 def measure(row: str, case: Case, iterations: int, consolidate: bool) -> dict[str, list[float]]:

@@ -1,0 +1,55 @@
+"""What the Python benchmarks train, and what they read of a rank's process."""
+
+import os
+import socket
+import struct
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make_model(name: str, rank: int = 0, layers: int = 20):
+    """The model, which is the same on every rank, and a function that makes a loss of it."""
+    import torch
+
+    torch.manual_seed(0)
+    if name == "linear":
+        model = torch.nn.Sequential(*(torch.nn.Linear(2000, 2000) for _ in range(layers)))
+        torch.manual_seed(1 + rank)
+        inputs, targets = torch.randn(2, 20, 2000)
+        return model, lambda forward: (forward(inputs) - targets).square().mean()
+    sys.path.insert(0, str(ROOT / "examples"))
+    from train_gpt import Gpt
+
+    model = Gpt(vocabulary_size=256, layers=12, width=512, heads=8, context=32)
+    tokens = torch.randint(256, (2, 33))
+
+    def loss(forward):
+        scores = forward(tokens[:, :-1])
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return model, loss
+
+
+def proc_bytes(file: str, field: str) -> int:
+    for line in Path("/proc/self", file).read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"/proc/self/{file} has no {field}")
+
+
+def tcp_bytes_sent() -> int:
+    """By all sockets of this process that are open now."""
+    sent = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+                    sent += struct.unpack_from("Q", info, 200)[0]  # tcpi_bytes_sent
+        except OSError:  # listdir's own descriptor; listening sockets
+            continue
+    return sent
