@@ -60,6 +60,7 @@ bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
 	@$(BIN)/python benchmarks/ddp.py --build $(BUILD)
+	@$(MAKE) --no-print-directory install PREFIX=
 	@$(BIN)/python benchmarks/python_zero.py
 
 format: $(READY)  ## Format the C++ and Python sources
