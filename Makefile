@@ -61,6 +61,7 @@ bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
 	@$(BIN)/python benchmarks/ddp.py --build $(BUILD)
+	@$(MAKE) --no-print-directory install PREFIX=
 	@$(BIN)/python benchmarks/python_zero.py
 
 bench-peers: install  ## Time ours beside DDP, torch's ZeRO, FSDP2, DeepSpeed (PEERS_ARGS="--help")

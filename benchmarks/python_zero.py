@@ -1,18 +1,19 @@
 """One training iteration in Python, side by side: plain DDP, torch's ZeRO, and ours in stage 1.
 
-Every contestant runs in processes of its own, forked from one that has torch loaded, on Gloo, one
-thread a rank. Rounds are interleaved: in each, all contestants run once. Columns:
+Every contestant meets torch's ZeRO in a duel. Both live in processes of their own, forked from one
+that has torch loaded, on Gloo, one thread a rank, and take turns: an iteration of the one, then one
+of the other, so that what else the machine does hits both. Columns:
 
   iteration    milliseconds of zero_grad, forward, backward and step, on the slowest rank
-  x torch      torch's ZeRO's iteration to this one's: the median of each round's ratio
-  step         milliseconds of step() alone, on the slowest rank
+  x torch      torch's ZeRO's iteration to this one's: the median of each turn's ratio
+  step         milliseconds of step() alone, on the slowest rank, and torch's to it
   CPU          milliseconds of processor time of an iteration, all ranks and their threads
   PSS          peak proportional set size of a rank, looked at after each iteration
   sent         MB that a rank's TCP sockets sent in an iteration, gradients included
-  consolidate  milliseconds of consolidate_state_dict(to=0), and torch's to it; in the first round
+  consolidate  milliseconds of consolidate_state_dict(to=0), once, and torch's to it
   extra        MB by which the resident set of the other ranks grew meanwhile, at its peak
 
-Medians over iterations and rounds; PSS is the largest. MB are 10^6 bytes.
+Medians over the turns; PSS is the largest. MB are 10^6 bytes.
 """
 
 import argparse
@@ -80,138 +81,195 @@ def make_optimizer(row: str, parameters, defaults: dict[str, Any]):
     return ZeroRedundancyOptimizer(parameters, adam, lr=1e-4, **OURS[row], **defaults)
 
 
-def measure(row: str, case: Case, iterations: int, consolidate: bool) -> dict[str, list[float]]:
-    """What this rank saw. Times are the slowest rank's."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
+class Contestant:
+    """What one rank of a contestant does when it is told to. Times are the slowest rank's."""
 
-    model, loss_of = make_model(case.model)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = make_optimizer(row, model.parameters(), OPTIMIZERS[case.optimizer])
-    keys = ("iteration", "step", "cpu", "pss", "sent")
-    result: dict[str, list[float]] = {key: [] for key in keys}
+    def __init__(self, row: str, case: Case):
+        from torch.nn.parallel import DistributedDataParallel
 
+        model, self.loss_of = make_model(case.model)
+        self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = make_optimizer(row, model.parameters(), OPTIMIZERS[case.optimizer])
+
+    @staticmethod
     def slowest(*seconds: float) -> list[float]:
+        import torch
+        import torch.distributed as dist
+
         milliseconds = torch.tensor(seconds, dtype=torch.float64) * 1e3
         dist.all_reduce(milliseconds, dist.ReduceOp.MAX)
         return milliseconds.tolist()
 
-    for i in range(WARM_UP + iterations):
+    def iterate(self) -> dict[str, float]:
+        import torch.distributed as dist
+
         dist.barrier()
         sent, cpu = tcp_bytes_sent(), time.process_time()
         begin = time.perf_counter()
-        optimizer.zero_grad()
-        loss_of(ddp).backward()
+        self.optimizer.zero_grad()
+        self.loss_of(self.ddp).backward()
         stepping = time.perf_counter()
-        optimizer.step()
+        self.optimizer.step()
         end = time.perf_counter()
         sent, cpu = tcp_bytes_sent() - sent, time.process_time() - cpu
-        iteration, step = slowest(end - begin, end - stepping)
-        if i >= WARM_UP:
-            result["iteration"].append(iteration)
-            result["step"].append(step)
-            result["cpu"].append(cpu * 1e3)
-            result["sent"].append(sent)
-            result["pss"].append(proc_bytes("smaps_rollup", "Pss"))
+        iteration, step = self.slowest(end - begin, end - stepping)
+        pss = proc_bytes("smaps_rollup", "Pss")
+        return {"iteration": iteration, "step": step, "cpu": cpu * 1e3, "sent": sent, "pss": pss}
 
-    if consolidate and hasattr(optimizer, "consolidate_state_dict"):
+    def consolidate(self) -> dict[str, float]:
+        import torch.distributed as dist
+
+        if not hasattr(self.optimizer, "consolidate_state_dict"):
+            return {}
         gc.collect()
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
         resident = proc_bytes("status", "VmRSS")
         begin = time.perf_counter()
-        optimizer.consolidate_state_dict(to=0)
-        result["consolidate"] = slowest(time.perf_counter() - begin)
-        result["extra"] = [proc_bytes("status", "VmHWM") - resident]
-    return result
+        self.optimizer.consolidate_state_dict(to=0)
+        [milliseconds] = self.slowest(time.perf_counter() - begin)
+        extra = proc_bytes("status", "VmHWM") - resident
+        return {"consolidate": milliseconds, "extra": extra}
 
 
-def rank_main(pipe, store: str, rank: int, world_size: int, turn: tuple) -> None:
+def rank_main(pipe, store: str, rank: int, row: str, case: Case) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=dist.FileStore(store, case.ranks),
         rank=rank,
-        world_size=world_size,
+        world_size=case.ranks,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
-    pipe.send(measure(*turn))
+    contestant = Contestant(row, case)
+    while (order := pipe.recv()) != "end":
+        pipe.send(getattr(contestant, order)())
     dist.destroy_process_group()
 
 
 # -- the parent ------------------------------------------------------------------------------------
 
 
-def run(
-    context, row: str, case: Case, iterations: int, consolidate: bool
-) -> dict[str, list[float]]:
-    """One contestant's turn: times, and the largest rank's sizes."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = []
+class Ranks:
+    """The processes of a contestant."""
+
+    def __init__(self, context, row: str, case: Case):
+        self.row, self.case = row, case
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.processes = [], []
         for rank in range(case.ranks):
             ours, theirs = context.Pipe()
-            turn = (row, case, iterations, consolidate)
-            arguments = (theirs, f"{folder}/store", rank, case.ranks, turn)
+            arguments = (theirs, f"{self.folder.name}/store", rank, row, case)
             process = context.Process(target=rank_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
-            ranks.append((ours, process))
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def order(self, what: str) -> dict[str, float]:
+        """Times, all ranks' processor time, and the largest rank's sizes."""
+        for pipe in self.pipes:
+            pipe.send(what)
         try:
-            results = [pipe.recv() if pipe.poll(TIMEOUT) else None for pipe, _ in ranks]
+            results = [pipe.recv() for pipe in self.pipes if pipe.poll(TIMEOUT)]
         except EOFError:
-            results = [None]
-        finally:
-            for _, process in ranks:
+            results = []
+        if len(results) < len(self.pipes):
+            raise SystemExit(f"python_zero.py: {self.row} failed ({self.case})")
+        merged = dict(results[0])
+        if what == "iterate":
+            merged["cpu"] = sum(result["cpu"] for result in results)
+            for key in ("pss", "sent"):
+                merged[key] = max(result[key] for result in results)
+        elif merged:  # rank 0 is where the state goes
+            merged["target extra"] = merged["extra"]
+            merged["extra"] = max(result["extra"] for result in results[1:])
+        return merged
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind, *_: Any) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if kind is None:
+                pipe.send("end")
                 process.join(10)
-                process.kill()
-        if None in results:
-            raise SystemExit(f"python_zero.py: {row} failed ({case})")
-    merged = {key: results[0][key] for key in results[0]}
-    for key in ("pss", "sent"):
-        merged[key] = [max(values) for values in zip(*(r[key] for r in results), strict=True)]
-    merged["cpu"] = [sum(values) for values in zip(*(r["cpu"] for r in results), strict=True)]
-    if "extra" in merged:  # rank 0 is where the state goes
-        merged["extra"] = [max(r["extra"][0] for r in results[1:])]
-        merged["target_extra"] = results[0]["extra"]
-    return merged
+            process.kill()
+            process.join()
+        self.folder.cleanup()
 
 
-Rounds = list[dict[str, dict[str, list[float]]]]
+Turns = list[dict[str, float]]
 
 
-def summarize(rounds: Rounds, row: str) -> dict[str, float]:
-    middle = statistics.median
+@dataclasses.dataclass
+class Duel:
+    """What both did, turn by turn."""
 
-    def median(key: str) -> float:
-        return middle(value for turn in rounds for value in turn[row].get(key, ()))
+    torch: Turns
+    other: Turns
+    consolidated: dict[str, float]
 
-    def against_torch(key: str) -> float:
-        turns = [turn for turn in rounds if key in turn[row]]
-        return middle(middle(turn[TORCH][key]) / middle(turn[row][key]) for turn in turns)
+    def ratio(self, key: str) -> float:
+        """How many times as fast the other is."""
+        pairs = zip(self.torch, self.other, strict=True)
+        return statistics.median(torch[key] / other[key] for torch, other in pairs)
 
-    summary = {key: median(key) for key in ("iteration", "step", "cpu", "sent")}
-    summary["pss"] = max(value for turn in rounds for value in turn[row]["pss"])
-    summary["x torch"] = against_torch("iteration")
-    if "consolidate" in rounds[0][row]:
-        for key in ("consolidate", "extra", "target_extra"):
-            summary[key] = median(key)
-        summary["consolidate x torch"] = against_torch("consolidate")
-    return summary
+
+def fight(context, row: str, case: Case, turns: int) -> Duel:
+    with Ranks(context, TORCH, case) as torch, Ranks(context, row, case) as other:
+        duel = Duel([], [], {})
+        for turn in range(WARM_UP + turns):
+            both = [(torch, duel.torch), (other, duel.other)]
+            for ranks, results in both if turn % 2 else reversed(both):
+                result = ranks.order("iterate")
+                if turn >= WARM_UP:
+                    results.append(result)
+        duel.consolidated = other.order("consolidate")
+        return duel
+
+
+def consolidate_torch(context, case: Case) -> dict[str, float]:
+    """Once a table: it takes as long as all else together."""
+    with Ranks(context, TORCH, case) as torch:
+        for _ in range(WARM_UP):
+            torch.order("iterate")
+        return torch.order("consolidate")
+
+
+def summarize(turns: Turns, consolidated: dict[str, float]) -> dict[str, float]:
+    summary = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+    summary["pss"] = max(turn["pss"] for turn in turns)
+    return summary | consolidated
+
+
+def make_table(duels: dict[str, Duel], consolidated: dict[str, float]):
+    """Rows of figures; torch's own from all duels."""
+    table = {"plain DDP": {}} if "plain DDP" in duels else {}
+    turns = [turn for duel in duels.values() for turn in duel.torch]
+    table[TORCH] = summarize(turns, consolidated) | {"x torch": 1.0, "step x torch": 1.0}
+    for row, duel in duels.items():
+        ratios = {"x torch": duel.ratio("iteration"), "step x torch": duel.ratio("step")}
+        table[row] = summarize(duel.other, duel.consolidated) | ratios
+    for summary in table.values():
+        if "consolidate" in summary:
+            summary["consolidate x torch"] = consolidated["consolidate"] / summary["consolidate"]
+    return table
 
 
 COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
     "iteration, ms": lambda s: f"{s['iteration']:.0f}",
     "x torch": lambda s: f"{s['x torch']:.2f}x",
     "step, ms": lambda s: f"{s['step']:.0f}",
+    "x torch's step": lambda s: f"{s['step x torch']:.2f}x",
     "CPU, ms": lambda s: f"{s['cpu']:.0f}",
     "PSS, MB": lambda s: f"{s['pss'] / 1e6:.0f}",
     "sent, MB": lambda s: f"{s['sent'] / 1e6:.0f}",
     "consolidate, ms": lambda s: f"{s['consolidate']:.0f}" if "extra" in s else "",
-    "x torch's": lambda s: f"{s['consolidate x torch']:.1f}x" if "extra" in s else "",
+    "x torch's consolidate": lambda s: f"{s['consolidate x torch']:.1f}x" if "extra" in s else "",
     "extra, MB": lambda s: f"{s['extra'] / 1e6:.0f}" if "extra" in s else "",
 }
 
@@ -258,9 +316,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", default=[2, 4])
     add("--models", nargs="+", choices=MODELS, default=list(MODELS))
     add("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="torch's ZeRO always runs")
-    add("--rounds", type=int, default=3)
-    add("--iterations", type=int, default=5, help="timed iterations a round (default 5)")
+    rows = [row for row in ROWS if row != TORCH]
+    add("--rows", nargs="+", choices=rows, default=rows, help="who meets torch's ZeRO")
+    add("--turns", type=int, default=10, help="iterations of each in a duel (default 10)")
     add("--json", type=Path, metavar="FILE", help="write every reading to this file")
     add("--plot", type=Path, metavar="FILE", help="draw the tables (png, pdf or svg)")
     return parser.parse_args()
@@ -278,35 +336,27 @@ def main() -> None:
         for model in arguments.models
         for ranks in arguments.ranks
     ]
-    rows = [row for row in ROWS if row in {*arguments.rows, TORCH}]
-    total, done = len(cases) * arguments.rounds * len(rows), 0
-    readings: dict[Case, Rounds] = {}
-    for case in cases:
-        readings[case] = []
-        for number in range(arguments.rounds):
-            turn = {}
-            # Each round starts with another contestant, so that none always follows the same one.
-            for row in rows[number % len(rows) :] + rows[: number % len(rows)]:
-                turn[row] = run(context, row, case, arguments.iterations, consolidate=number == 0)
-                done += 1
-                milliseconds = statistics.median(turn[row]["iteration"])
-                print(
-                    f"[{done}/{total}] round {number + 1}, {case}, {row}: {milliseconds:.0f} ms",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            readings[case].append(turn)
 
-    tables = {
-        case: {row: summarize(rounds, row) for row in rows} for case, rounds in readings.items()
-    }
-    for case, table in tables.items():
-        print(f"\n{markdown(case, table)}", flush=True)
+    def say(done: int, text: str) -> None:
+        total = len(cases) * (len(arguments.rows) + 1)
+        print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
+
+    done, report, tables = 0, [], {}
+    for case in cases:
+        duels = {}
+        for row in arguments.rows:
+            duels[row] = fight(context, row, case, arguments.turns)
+            done += 1
+            ratio = duels[row].ratio("iteration")
+            say(done, f"{case}: {row} {ratio:.2f}x as fast as {TORCH}")
+        consolidated = consolidate_torch(context, case)
+        done += 1
+        say(done, f"{case}: {TORCH} consolidated")
+        tables[case] = make_table(duels, consolidated)
+        print(f"\n{markdown(case, tables[case])}", flush=True)
+        turns = {row: dataclasses.asdict(duel) for row, duel in duels.items()}
+        report.append({**dataclasses.asdict(case), "duels": turns, "table": tables[case]})
     if arguments.json:
-        report = [
-            {**dataclasses.asdict(case), "rounds": readings[case], "summary": table}
-            for case, table in tables.items()
-        ]
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plot:
         plot(tables, arguments.plot)
