@@ -72,7 +72,12 @@ using Ddp = DistributedDataParallel<torch::nn::Sequential>;
 using HookMaker = CommHook (*)(CommHook, DistributedDataParallelBase&, ZeroRedundancyOptimizer&,
                                bool);
 
-enum class Reduce { kToAll, kToOwners };
+// How gradients and parameters travel.
+enum class Way {
+  kAllReduce,  // gradients to every rank, as DDP does by itself
+  kToOwners,   // gradients to their owners
+  kShared,     // the same, in shared memory
+};
 
 class Benchmark {
  public:
@@ -82,11 +87,10 @@ class Benchmark {
   void run() {
     plain();
     for (const auto sharding : {Sharding::kParameter, Sharding::kElement}) {
-      step(sharding, Reduce::kToAll);
-      step(sharding, Reduce::kToOwners);
-      for (const auto reduce : {Reduce::kToAll, Reduce::kToOwners}) {
-        overlapped("hook_with_zero_step", hook_with_zero_step, sharding, reduce);
-        overlapped("interleaved", hook_with_zero_step_interleaved, sharding, reduce);
+      for (const auto way : {Way::kAllReduce, Way::kToOwners, Way::kShared}) {
+        step(sharding, way);
+        overlapped("hook_with_zero_step", hook_with_zero_step, sharding, way);
+        overlapped("interleaved", hook_with_zero_step_interleaved, sharding, way);
       }
     }
   }
@@ -98,10 +102,15 @@ class Benchmark {
         make_model(layers_),
         DistributedDataParallelOptions().process_group(group_).gradient_as_bucket_view(true));
   }
-  static std::string name_of(const std::string& what, Sharding sharding, Reduce reduce) {
+  static std::string name_of(const std::string& what, Sharding sharding, Way way) {
     return "C++ DDP, " + what +
            (sharding == Sharding::kParameter ? " by parameter" : " by element") +
-           (reduce == Reduce::kToOwners ? ", to owners" : "");
+           (way == Way::kAllReduce ? "" : ", to owners") +
+           (way == Way::kShared ? ", shared memory" : "");
+  }
+  ZeroOptions zero_options(Sharding sharding, Way way) const {
+    return ZeroOptions().process_group(group_).sharding(sharding).exchange(
+        way == Way::kShared ? ExchangeKind::kSharedMemory : ExchangeKind::kAuto);
   }
   void forward_backward(Ddp& ddp) const {
     ddp.zero_grad();
@@ -123,31 +132,29 @@ class Benchmark {
     }
   }
 
-  void step(Sharding sharding, Reduce reduce) {
-    const auto name = name_of("ZeRO step()", sharding, reduce);
+  void step(Sharding sharding, Way way) {
+    const auto name = name_of("ZeRO step()", sharding, way);
     if (!wanted(name)) return;
     auto ddp = make_ddp();
-    ZeroRedundancyOptimizer zero(ddp.parameters(), options_,
-                                 ZeroOptions().process_group(group_).sharding(sharding));
-    if (reduce == Reduce::kToOwners) ddp.register_comm_hook(reduce_to_owners_hook(ddp, zero));
+    ZeroRedundancyOptimizer zero(ddp.parameters(), options_, zero_options(sharding, way));
+    if (way != Way::kAllReduce) ddp.register_comm_hook(reduce_to_owners_hook(ddp, zero));
     time_iterations(name, group_, iterations_, [&] {
       forward_backward(ddp);
       zero.step();
     });
   }
 
-  void overlapped(const std::string& what, HookMaker hook, Sharding sharding, Reduce reduce) {
-    const auto name = name_of(what, sharding, reduce);
+  void overlapped(const std::string& what, HookMaker hook, Sharding sharding, Way way) {
+    const auto name = name_of(what, sharding, way);
     if (!wanted(name)) return;
     auto ddp = make_ddp();
     // A bucket a parameter, so that every rank has a part of every update.
     ZeroRedundancyOptimizer zero(
         ddp.parameters(), options_,
-        ZeroOptions().process_group(group_).sharding(sharding).overlap_with_ddp(true).bucket_cap_mb(
-            1e-6));
-    ddp.register_comm_hook(hook(
-        reduce == Reduce::kToOwners ? reduce_to_owners_hook(ddp, zero) : allreduce_hook(group_),
-        ddp, zero, false));
+        zero_options(sharding, way).overlap_with_ddp(true).bucket_cap_mb(1e-6));
+    ddp.register_comm_hook(
+        hook(way == Way::kAllReduce ? allreduce_hook(group_) : reduce_to_owners_hook(ddp, zero),
+             ddp, zero, false));
     time_iterations(name, group_, iterations_, [&] {
       forward_backward(ddp);
       zero.wait();

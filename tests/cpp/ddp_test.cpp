@@ -131,7 +131,7 @@ struct BuffersImpl : torch::nn::Module {
     weight = register_parameter("weight", torch::full({3}, value));
     frozen = register_parameter("frozen", torch::full({2}, value), /*requires_grad=*/false);
   }
-  at::Tensor forward(const at::Tensor& input) { return input * scale * weight; }
+  at::Tensor forward(const at::Tensor& input) { return scale * weight * input; }
   at::Tensor scale, count, weight, frozen;
 };
 TORCH_MODULE(Buffers);
@@ -181,6 +181,7 @@ TEST(DdpTest, BroadcastOfBuffersLeavesEarlierGraphsUsable) {
   run_ranks(2, [](const ProcessGroupPtr& group) {
     DistributedDataParallel ddp(Buffers(2), Options().process_group(group));
     const auto input = torch::ones({3});
+    // What the first forward saved of `scale` must count as unchanged.
     const auto loss = ddp(input).sum() + ddp(input).sum();
     loss.backward();
     EXPECT_EQ(ddp.module()->weight.grad()[0].item<float>(), 4);
@@ -635,6 +636,15 @@ TEST(DdpTest, MisuseOfHooks) {
     expect_contains(error_of([&] { ddp.register_comm_hook(allreduce_hook(group)); }), "one comm");
     auto loss = loss_of(ddp(input_of(0, 0)));
     expect_contains(error_of<c10::ValueError>([&] { loss.backward(); }), "future");
+    DistributedDataParallel two(Net(), Options().process_group(group));
+    two.register_comm_hook([](c10d::GradBucket& bucket) {
+      auto future =
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      future->markCompleted(c10::List<at::Tensor>({bucket.getBuffer(), bucket.getBuffer()}));
+      return future;
+    });
+    auto loss_of_two = loss_of(two(input_of(0, 0)));
+    expect_contains(error_of<c10::TypeError>([&] { loss_of_two.backward(); }), "a tensor");
     DistributedDataParallel late(Net(), Options().process_group(group));
     loss_of(late(input_of(0, 0))).backward();
     expect_contains(error_of([&] { late.register_comm_hook(allreduce_hook(group)); }),

@@ -60,6 +60,7 @@ struct Setting {
   HookMaker hook = hook_with_zero_step;
   Sharding sharding = Sharding::kParameter;
   Reduce reduce = Reduce::kToAll;
+  ExchangeKind exchange = ExchangeKind::kAuto;
 };
 
 DistributedDataParallelOptions ddp_options(const ProcessGroupPtr& group, const Setting& setting) {
@@ -72,7 +73,11 @@ DistributedDataParallelOptions ddp_options(const ProcessGroupPtr& group, const S
 }
 
 ZeroOptions zero_options(const ProcessGroupPtr& group, const Setting& setting) {
-  return ZeroOptions().process_group(group).sharding(setting.sharding).overlap_with_ddp(true);
+  return ZeroOptions()
+      .process_group(group)
+      .sharding(setting.sharding)
+      .exchange(setting.exchange)
+      .overlap_with_ddp(true);
 }
 
 CommHook reduction(const Setting& setting, DistributedDataParallelBase& ddp,
@@ -162,6 +167,21 @@ TEST_P(WorldSize, EqualDdpAndThePlainOptimizerInEveryCombination) {
       }
     }
   });
+}
+
+TEST(ZeroHooks, ToOwnersByEveryExchange) {
+  for (int bits = 0; bits < 16; ++bits) {
+    run_ranks(2 + (bits & 1), [&](const ProcessGroupPtr& group) {
+      run_parity(
+          group,
+          {.view = (bits & 2) != 0,
+           .hook = kHooks[(bits >> 2) & 1],
+           .sharding = (bits & 2) != 0 ? Sharding::kElement : Sharding::kParameter,
+           .reduce = Reduce::kToOwners,
+           .exchange = (bits & 8) != 0 ? ExchangeKind::kNative : ExchangeKind::kSharedMemory},
+          local_optimizer(AdamWOptions(0.01)));
+    });
+  }
 }
 
 TEST(ZeroHooks, EveryOptimizer) {
@@ -389,16 +409,16 @@ void soak(const ProcessGroupPtr& group, const Setting& setting) {
 }
 
 TEST(ZeroHooks, SoakWithRandomDelays) {
-  for (const auto reduce : kReductions) {
+  Setting setting{.hook = hook_with_zero_step_interleaved, .sharding = Sharding::kElement};
+  const auto run = [&] {
     run_ranks(
-        3,
-        [&](const ProcessGroupPtr& group) {
-          soak(group, {.hook = hook_with_zero_step_interleaved,
-                       .sharding = Sharding::kElement,
-                       .reduce = reduce});
-        },
-        std::chrono::seconds(120));
-  }
+        3, [&](const ProcessGroupPtr& group) { soak(group, setting); }, std::chrono::seconds(120));
+  };
+  run();
+  setting.reduce = Reduce::kToOwners;
+  run();
+  setting.exchange = ExchangeKind::kSharedMemory;
+  run();
 }
 
 TEST(ZeroHooks, UnevenInputs) {
