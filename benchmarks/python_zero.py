@@ -37,7 +37,7 @@ TORCH = "torch's ZeRO"
 OURS = {
     "ours, by parameter": {"sharding": "parameter"},
     "ours, by element": {"sharding": "element"},
-    "ours, by element, shared memory": {"sharding": "element", "exchange": "shared_memory"},
+    "ours, by element, pairwise": {"sharding": "element", "exchange": "pairwise"},
     "ours, by parameter, bucket view": {
         "sharding": "parameter",
         "parameters_as_bucket_view": True,

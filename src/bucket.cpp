@@ -22,9 +22,13 @@ at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& tensor) {
   return at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor.detach());
 }
 
-Bucket::Bucket(BucketLayout layout, std::vector<at::Tensor> params, BucketStorage storage)
-    : layout_(std::move(layout)), params_(std::move(params)), data_(params_.size()) {
-  if (storage == BucketStorage::kFlat) {
+Bucket::Bucket(BucketLayout layout, std::vector<at::Tensor> params, BucketStorage storage,
+               at::Tensor flat)
+    : layout_(std::move(layout)),
+      params_(std::move(params)),
+      data_(params_.size()),
+      flat_(std::move(flat)) {
+  if (storage == BucketStorage::kFlat && !flat_.defined()) {
     flat_ = at::zeros({layout_.numel()}, params_.front().options().requires_grad(false));
   }
   refresh();

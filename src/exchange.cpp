@@ -15,6 +15,14 @@ int Exchange::message_tag(int tag) const {
   return static_cast<int>(kOurs | (channel_ & 0x3fff) << 16 | (tag & 0xffff));
 }
 
+void Exchange::all_gather_and_wait(const std::vector<Parts>& buckets) {
+  std::vector<std::unique_ptr<Pending>> pending;
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    pending.push_back(all_gather(buckets[b], static_cast<int>(b)));
+  }
+  for (auto& bucket : pending) bucket->wait();
+}
+
 std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, const Parts& into,
                                           int to, int tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_);
@@ -43,12 +51,11 @@ std::unique_ptr<Pending> Exchange::transfer(const std::vector<at::Tensor>& tenso
 
 std::unique_ptr<Exchange> make_exchange(const ProcessGroupPtr& group,
                                         const ExchangeOptions& options) {
-  const auto& [kind, device, channel, prefer_shared_memory] = options;
+  const auto& [kind, device, channel] = options;
   if (kind == ExchangeKind::kNative) return detail::make_native_exchange(group, channel);
   if (kind == ExchangeKind::kPairwise) return detail::make_pairwise_exchange(group, channel);
   const bool gloo = group->getBackend(device.type())->getBackendName() == "gloo";
-  const bool share = kind == ExchangeKind::kSharedMemory || (gloo && prefer_shared_memory);
-  if (share) {
+  if (gloo || kind == ExchangeKind::kSharedMemory) {
     if (auto exchange = detail::make_shared_memory_exchange(group, device, channel)) {
       return exchange;
     }

@@ -2,6 +2,7 @@
 
 #include "exchanges.h"
 #include "pending_works.h"
+#include "rank_order_sum.h"
 
 namespace shardstep::detail {
 namespace {
@@ -84,6 +85,43 @@ class NativeExchange : public Exchange {
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override;
 
+  // The backend would add up in the dtype that travels; so the owner does, in rank order.
+  std::unique_ptr<Pending> reduce_rounded(const Parts& parts, at::ScalarType wire, double divisor) {
+    std::vector<at::Tensor> sent;
+    std::vector<int64_t> sent_numel, received_numel;
+    int64_t own_numel = 0;
+    for (const auto& part : parts[rank()]) own_numel += part.numel();
+    for (const auto& rank_parts : parts) {
+      sent_numel.push_back(0);
+      received_numel.push_back(own_numel);
+      for (const auto& part : rank_parts) {
+        sent.push_back(part.to(wire));
+        sent_numel.back() += part.numel();
+      }
+    }
+    auto pending = std::make_unique<PendingWorks>(group_);
+    if (sent.empty()) return pending;
+    at::Tensor input = at::cat(sent);
+    at::Tensor output = at::empty({own_numel * world_size()}, input.options());
+    pending->add(group_->all_to_all_single(output, input, received_numel, sent_numel),
+                 "exchanging with all, as", rank());
+    pending->keep({input, output});
+    pending->then([own = parts[rank()], output, own_numel, divisor, ranks = world_size()] {
+      int64_t offset = 0;
+      for (const auto& part : own) {
+        std::vector<at::Tensor> terms;
+        for (int rank = 0; rank < ranks; ++rank) {
+          terms.push_back(output.narrow(0, rank * own_numel + offset, part.numel()));
+        }
+        sum_in_rank_order(terms, part, {.divisor = divisor});
+        offset += part.numel();
+      }
+    });
+    traffic_.bytes_sent += static_cast<int64_t>(input.nbytes());
+    traffic_.bytes_received += static_cast<int64_t>(output.nbytes());
+    return pending;
+  }
+
  private:
   // What a ring moves to bring every owner's parts to all, and the other way round to add them up;
   // the backend does not tell what it really did.
@@ -102,13 +140,14 @@ class NativeExchange : public Exchange {
 class NativeReduction : public Reduction {
  public:
   NativeReduction(NativeExchange& exchange, int rank, const ReductionOptions& options)
-      : exchange_(exchange), tag_(options.tag), divisor_(options.divisor), rank_(rank) {
+      : exchange_(exchange), options_(options), rank_(rank) {
     sum_ = at::empty({options.numel[rank]}, options.tensor);
   }
 
-  void post(Parts parts) override {
+  void post(Parts parts, bool) override {
     own_ = parts[rank_];
-    pending_ = exchange_.reduce_scatter(parts, tag_, divisor_);
+    pending_ = options_.wire ? exchange_.reduce_rounded(parts, *options_.wire, options_.divisor)
+                             : exchange_.reduce_scatter(parts, options_.tag, options_.divisor);
   }
 
   // The backend does not say.
@@ -126,8 +165,7 @@ class NativeReduction : public Reduction {
 
  private:
   NativeExchange& exchange_;
-  int tag_;
-  double divisor_;
+  ReductionOptions options_;
   int rank_;
   std::vector<at::Tensor> own_;
   std::unique_ptr<Pending> pending_;

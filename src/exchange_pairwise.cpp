@@ -70,8 +70,8 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  std::future<void> run(std::function<void()> job) {
-    std::packaged_task<void()> task(std::move(job));
+  std::future<double> run(std::function<double()> job) {
+    std::packaged_task<double()> task(std::move(job));
     auto result = task.get_future();
     {
       const std::lock_guard lock(state_->mutex);
@@ -85,7 +85,7 @@ class Worker {
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<std::packaged_task<void()>> jobs;
+    std::deque<std::packaged_task<double()>> jobs;
     bool busy = false;
     bool stop = false;
   };
@@ -118,16 +118,18 @@ struct Round {
   Parts received;
   std::vector<at::Tensor> memory;
 
-  void add_up(const std::vector<at::Tensor>& into, int self, double divisor) {
+  double add_up(const std::vector<at::Tensor>& into, int self, const SumOptions& options) {
     pending->wait();
-    if (memory.empty()) return;  // nothing to own
+    if (memory.empty()) return 0;  // nothing to own
+    double squares = 0;
     for (size_t i = 0; i < own.size(); ++i) {
       std::vector<at::Tensor> terms;
       for (int rank = 0; rank < static_cast<int>(received.size()); ++rank) {
         terms.push_back(rank == self ? own[i] : received[rank][i]);
       }
-      sum_in_rank_order(terms, into[i], divisor);
+      squares += sum_in_rank_order(terms, into[i], options);
     }
+    return squares;
   }
 };
 
@@ -152,10 +154,10 @@ class PairwiseExchange : public Exchange {
   }
 
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag, double divisor) override {
-    auto round = std::make_shared<Round>(start(parts, tag));
+    auto round = std::make_shared<Round>(start(parts, tag, std::nullopt));
     auto pending = std::make_unique<Waiting>();
     pending->wait_for = [round, divisor, self = rank(), scratch = scratch_] {
-      round->add_up(round->own, self, divisor);
+      round->add_up(round->own, self, {.divisor = divisor});
       scratch->give_back(round->memory);
     };
     return pending;
@@ -163,31 +165,37 @@ class PairwiseExchange : public Exchange {
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override;
 
-  Round start(const Parts& parts, int tag) {
+  Round start(const Parts& parts, int tag, std::optional<at::ScalarType> wire) {
     Round round{std::make_shared<PendingWorks>(group_), parts[rank()], Parts(world_size()), {}};
     int64_t numel = 0;
     for (const auto& part : round.own) numel += part.numel();
     for (int distance = 1; distance < world_size() && numel > 0; ++distance) {
       const int source = (rank() - distance + world_size()) % world_size();
-      round.memory.push_back(scratch_->take(numel, round.own.front().options()));
+      const auto options = round.own.front().options();
+      round.memory.push_back(scratch_->take(numel, wire ? options.dtype(*wire) : options));
       round.received[source] = laid_out_like(round.own, round.memory.back());
       traffic_.bytes_received +=
           receive(group_, *round.pending, round.received[source], source, message_tag(tag));
     }
     for (int distance = 1; distance < world_size(); ++distance) {
       const int target = (rank() + distance) % world_size();
-      traffic_.bytes_sent += send(group_, *round.pending, parts[target], target, message_tag(tag));
+      auto sent = parts[target];
+      for (auto& part : sent) part = wire ? part.to(*wire) : part;
+      traffic_.bytes_sent += send(group_, *round.pending, sent, target, message_tag(tag));
     }
     return round;
   }
 
   // Adds up in the background; what the round holds is dropped there.
-  std::future<void> add_up_later(Round round, std::vector<at::Tensor> into, double divisor) {
+  std::future<double> add_up_later(Round round, std::vector<at::Tensor> into,
+                                   const SumOptions& options) {
     if (!worker_) worker_ = std::make_unique<Worker>();
-    return worker_->run([round = std::move(round), into = std::move(into), divisor, self = rank(),
-                         scratch = scratch_]() mutable {
-      round.add_up(into, self, divisor);
-      scratch->give_back(std::move(round.memory));
+    auto shared = std::make_shared<Round>(std::move(round));
+    return worker_->run([round = std::move(shared), into = std::move(into), options, self = rank(),
+                         scratch = scratch_] {
+      const double squares = round->add_up(into, self, options);
+      scratch->give_back(std::move(round->memory));
+      return squares;
     });
   }
 
@@ -204,13 +212,18 @@ class PairwiseExchange : public Exchange {
 class PairwiseReduction : public Reduction {
  public:
   PairwiseReduction(PairwiseExchange& exchange, int rank, const ReductionOptions& options)
-      : exchange_(exchange), tag_(options.tag), divisor_(options.divisor), rank_(rank) {
+      : exchange_(exchange),
+        tag_(options.tag),
+        options_{.divisor = options.divisor, .rounded_to = options.wire},
+        rank_(rank) {
     sum_ = at::empty({options.numel[rank]}, options.tensor);
   }
 
-  void post(Parts parts) override {
+  void post(Parts parts, bool squares) override {
     auto into = laid_out_like(parts[rank_], sum_);
-    added_up_ = exchange_.add_up_later(exchange_.start(parts, tag_), std::move(into), divisor_);
+    options_.squares = squares;
+    added_up_ = exchange_.add_up_later(exchange_.start(parts, tag_, options_.rounded_to),
+                                       std::move(into), options_);
   }
 
   bool ready() override {
@@ -218,8 +231,12 @@ class PairwiseReduction : public Reduction {
   }
 
   at::Tensor finish() override {
-    added_up_.get();
+    squares_ = added_up_.get();
     return sum_;
+  }
+
+  std::optional<double> squares() const override {
+    return options_.squares ? std::optional(squares_) : std::nullopt;
   }
 
   void release() override {}
@@ -227,10 +244,11 @@ class PairwiseReduction : public Reduction {
  private:
   PairwiseExchange& exchange_;
   int tag_;
-  double divisor_;
+  SumOptions options_;
   int rank_;
   at::Tensor sum_;
-  std::future<void> added_up_;
+  double squares_ = 0;
+  std::future<double> added_up_;
 };
 
 std::unique_ptr<Reduction> PairwiseExchange::make_reduction(const ReductionOptions& options) {

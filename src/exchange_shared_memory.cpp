@@ -13,22 +13,24 @@ constexpr int64_t kLine = 64;
 
 int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// Shared memory of one tag: for every owner a place for what each other rank adds to its part, and
-// counts that say who has got how far. The first of an owner's places also serves to publish its
-// part to all; by then what was added up there has been used.
+// Shared memory of one tag: for every owner a place for what each other rank adds to its part, if
+// parts are added up, and counts that say who has got how far. The first of an owner's places also
+// serves to publish its part to all; by then what was added up there has been used.
 class Area {
  public:
-  Area(SharedMemory& shared, int world_size, std::vector<int64_t> bytes)
-      : world_size_(world_size), bytes_(std::move(bytes)) {
+  // `places` an owner: 1 to publish, world size - 1 to add up as well.
+  Area(SharedMemory& shared, int64_t key, int world_size, int places, std::vector<int64_t> bytes)
+      : world_size_(world_size), places_(places), bytes_(std::move(bytes)) {
     int64_t size = kKinds * world_size * static_cast<int64_t>(sizeof(SharedCount));
     for (int owner = 0; owner < world_size; ++owner) {
       begin_.push_back(size);
-      size += round_up(bytes_[owner]) * (world_size - 1);
+      size += round_up(bytes_[owner]) * places;
     }
-    memory_ = shared.allocate(size);
+    memory_ = shared.allocate(key, size);
   }
 
-  bool fits(const std::vector<int64_t>& bytes) const {
+  bool fits(int places, const std::vector<int64_t>& bytes) const {
+    if (places > places_) return false;
     for (size_t rank = 0; rank < bytes.size(); ++rank) {
       if (bytes[rank] > bytes_[rank]) return false;
     }
@@ -57,15 +59,23 @@ class Area {
   }
 
   int world_size_;
+  int places_;
   std::vector<int64_t> bytes_;
   std::vector<int64_t> begin_;  // of each owner's places
   std::shared_ptr<std::byte> memory_;
 };
 
-void copy_in(const std::vector<at::Tensor>& tensors, std::byte* to) {
+void copy_in(const std::vector<at::Tensor>& tensors, std::byte* to,
+             std::optional<at::ScalarType> as = std::nullopt) {
   for (const auto& tensor : tensors) {
-    std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
-    to += tensor.nbytes();
+    if (as && *as != tensor.scalar_type()) {
+      auto place = at::from_blob(to, {tensor.numel()}, tensor.options().dtype(*as));
+      place.copy_(tensor);
+      to += place.nbytes();
+    } else {
+      std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
+      to += tensor.nbytes();
+    }
   }
 }
 
@@ -75,6 +85,117 @@ void copy_out(const std::byte* from, const std::vector<at::Tensor>& tensors) {
     from += tensor.nbytes();
   }
 }
+
+// Goes through the bytes of tensors, one behind the other.
+class Cursor {
+ public:
+  void add(const std::vector<at::Tensor>& tensors) {
+    tensors_.insert(tensors_.end(), tensors.begin(), tensors.end());
+    left_ += bytes_of(tensors);
+  }
+  int64_t left() const { return left_; }
+
+  void read(std::byte* to, int64_t bytes) {
+    advance(bytes, [&](std::byte* at, int64_t size) {
+      std::memcpy(to, at, size);
+      to += size;
+    });
+  }
+  void write(const std::byte* from, int64_t bytes) {
+    advance(bytes, [&](std::byte* at, int64_t size) {
+      std::memcpy(at, from, size);
+      from += size;
+    });
+  }
+
+ private:
+  // As far as there are bytes.
+  template <class Visit>
+  void advance(int64_t bytes, Visit visit) {
+    while (bytes > 0 && tensor_ < tensors_.size()) {
+      const auto& tensor = tensors_[tensor_];
+      const auto end = static_cast<int64_t>(tensor.nbytes());
+      const int64_t size = std::min(bytes, end - offset_);
+      if (size > 0) visit(static_cast<std::byte*>(tensor.mutable_data_ptr()) + offset_, size);
+      offset_ += size;
+      bytes -= size;
+      left_ -= size;
+      if (offset_ < end) continue;
+      ++tensor_;
+      offset_ = 0;
+    }
+  }
+
+  std::vector<at::Tensor> tensors_;
+  size_t tensor_ = 0;
+  int64_t offset_ = 0;
+  int64_t left_ = 0;
+};
+
+// What every rank owns flows to all others in pieces, through places so small that they stay in the
+// caches. Pieces count on for ever; a rank without bytes sends empty ones.
+class Stream {
+ public:
+  Stream(SharedMemory& shared, int rank, int world_size)
+      : shared_(shared), rank_(rank), world_size_(world_size) {
+    const int64_t counts = 2 * world_size * static_cast<int64_t>(sizeof(SharedCount));
+    memory_ = shared.allocate(kKey, counts + world_size * kPlaces * kPiece);
+    places_ = memory_.get() + counts;
+  }
+
+  // By owner.
+  void run(std::vector<Cursor>& parts) {
+    int64_t bytes = 0;
+    for (const auto& part : parts) bytes = std::max(bytes, part.left());
+    const auto pieces = static_cast<uint32_t>((bytes + kPiece - 1) / kPiece);
+    const uint32_t end = fetched_ + pieces;
+    while (fetched_ != end) {
+      while (published_ != end && published_ - fetched_ <= kAhead) publish(parts[rank_]);
+      fetch(parts);
+    }
+  }
+
+ private:
+  static constexpr int64_t kKey = -1;  // areas have positive ones, shared tensors lower ones
+  static constexpr int64_t kPiece = 512 * 1024;
+  static constexpr uint32_t kPlaces = 4;
+  static constexpr uint32_t kAhead = 2;  // less than places: others need not keep in step
+
+  SharedCount& published(int rank) { return reinterpret_cast<SharedCount*>(memory_.get())[rank]; }
+  SharedCount& fetched(int rank) { return published(world_size_ + rank); }
+  std::byte* place(int owner, uint32_t piece) {
+    return places_ + (owner * kPlaces + piece % kPlaces) * kPiece;
+  }
+
+  void publish(Cursor& own) {
+    const auto what = [] { return std::string("the reading of parameters"); };
+    for (int other = 0; other < world_size_; ++other) {
+      if (other != rank_) shared_.wait(fetched(other), published_ + 1 - kPlaces, other, what);
+    }
+    own.read(place(rank_, published_), kPiece);
+    shared_.raise(published(rank_));
+    ++published_;
+  }
+
+  void fetch(std::vector<Cursor>& parts) {
+    const auto what = [] { return std::string("the parameters"); };
+    for (int distance = 1; distance < world_size_; ++distance) {
+      const int owner = (rank_ + distance) % world_size_;
+      shared_.wait(published(owner), fetched_ + 1, owner, what);
+      parts[owner].write(place(owner, fetched_), kPiece);
+    }
+    shared_.raise(fetched(rank_));
+    ++fetched_;
+  }
+
+  SharedMemory& shared_;
+  int rank_;
+  int world_size_;
+  std::shared_ptr<std::byte> memory_;
+  std::byte* places_;
+  uint32_t published_ = 0;  // by this rank
+  uint32_t fetched_ = 0;
+};
 
 class SharedMemoryExchange : public Exchange {
  public:
@@ -86,7 +207,7 @@ class SharedMemoryExchange : public Exchange {
   bool any_order() const override { return true; }
 
   std::unique_ptr<Pending> all_gather(const Parts& parts, int tag) override {
-    auto area = area_for(tag, sizes_of(parts));
+    auto area = area_for(tag, /*places=*/1, sizes_of(parts));
     const auto what = [tag] { return c10::str("the reading of what was sent with tag ", tag); };
     for (int other = 0; other < world_size(); ++other) {
       if (other != rank()) shared_->wait(area->fetched(other), area->gathers, other, what);
@@ -97,15 +218,32 @@ class SharedMemoryExchange : public Exchange {
     return std::make_unique<Gathering>(*this, area, parts, tag);
   }
 
+  void all_gather_and_wait(const std::vector<Parts>& buckets) override {
+    if (!stream_) stream_ = std::make_unique<Stream>(*shared_, rank(), world_size());
+    std::vector<Cursor> owners(world_size());
+    for (const auto& parts : buckets) {
+      for (int owner = 0; owner < world_size(); ++owner) owners[owner].add(parts[owner]);
+    }
+    stream_->run(owners);
+  }
+
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag, double divisor) override {
-    auto area = area_for(tag, sizes_of(parts));
+    auto area = area_for(tag, world_size() - 1, sizes_of(parts));
     post(*area, parts, tag);
     return std::make_unique<Reducing>(*this, area, parts[rank()], tag, divisor);
   }
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override;
 
-  void post(Area& area, const Parts& parts, int tag) {
+  at::Tensor make_shared(int64_t numel, const at::TensorOptions& options) override {
+    const int64_t key = -2 - shared_tensors_++;
+    auto memory = shared_->allocate(key, numel * static_cast<int64_t>(options.dtype().itemsize()));
+    void* const data = memory.get();
+    return at::from_blob(data, {numel}, [memory = std::move(memory)](void*) {}, options);
+  }
+
+  void post(Area& area, const Parts& parts, int tag,
+            std::optional<at::ScalarType> wire = std::nullopt) {
     const auto what = [tag] { return c10::str("the adding up of bucket ", tag); };
     for (int other = 0; other < world_size(); ++other) {
       if (other == rank()) continue;
@@ -113,7 +251,7 @@ class SharedMemoryExchange : public Exchange {
       shared_->wait(area.taken(other), area.rounds, other, what);
     }
     for (int owner = 0; owner < world_size(); ++owner) {
-      if (owner != rank()) copy_in(parts[owner], area.place(owner, rank()));
+      if (owner != rank()) copy_in(parts[owner], area.place(owner, rank()), wire);
     }
     shared_->raise(area.posted(rank()));
     ++area.rounds;
@@ -126,24 +264,27 @@ class SharedMemoryExchange : public Exchange {
     return true;
   }
 
-  // Adds up what all ranks posted for this one's parts.
-  void add_up(Area& area, const std::vector<at::Tensor>& own, const std::vector<at::Tensor>& into,
-              int tag, double divisor) {
+  // Adds up what all ranks posted for this one's parts. Returns their squares if asked to.
+  double add_up(Area& area, const std::vector<at::Tensor>& own, const std::vector<at::Tensor>& into,
+                int tag, const SumOptions& options) {
     const auto what = [tag] { return c10::str("the gradients of bucket ", tag); };
     for (int other = 0; other < world_size(); ++other) {
       if (other != rank()) shared_->wait(area.posted(other), area.rounds, other, what);
     }
     int64_t offset = 0;
+    double squares = 0;
     for (size_t i = 0; i < own.size(); ++i) {
+      const auto posted = own[i].options().dtype(options.rounded_to.value_or(own[i].scalar_type()));
       std::vector<at::Tensor> terms;
       for (int source = 0; source < world_size(); ++source) {
         terms.push_back(source == rank() ? own[i]
                                          : at::from_blob(area.place(rank(), source) + offset,
-                                                         {own[i].numel()}, own[i].options()));
+                                                         {own[i].numel()}, posted));
       }
-      sum_in_rank_order(terms, into[i], divisor);
-      offset += static_cast<int64_t>(own[i].nbytes());
+      squares += sum_in_rank_order(terms, into[i], options);
+      offset += own[i].numel() * static_cast<int64_t>(posted.dtype().itemsize());
     }
+    return squares;
   }
 
   // What was posted for this rank may be overwritten.
@@ -187,7 +328,7 @@ class SharedMemoryExchange : public Exchange {
           tag_(tag),
           divisor_(divisor) {}
     void wait() override {
-      exchange_.add_up(*area_, own_, own_, tag_, divisor_);
+      exchange_.add_up(*area_, own_, own_, tag_, {.divisor = divisor_});
       exchange_.let_go(*area_);
     }
 
@@ -206,14 +347,23 @@ class SharedMemoryExchange : public Exchange {
   }
 
   // Every rank knows all sizes, so all of them come here with the same.
-  std::shared_ptr<Area> area_for(int tag, const std::vector<int64_t>& bytes) {
-    auto& area = areas_[tag];
-    if (!area || !area->fits(bytes)) area = std::make_shared<Area>(*shared_, world_size(), bytes);
+  std::shared_ptr<Area> area_for(int tag, int places, const std::vector<int64_t>& bytes) {
+    auto& [area, made] = areas_[tag];
+    if (!area || !area->fits(places, bytes)) {
+      const int64_t key = int64_t{tag} + (++made << 16);
+      area = std::make_shared<Area>(*shared_, key, world_size(), places, bytes);
+    }
     return area;
   }
 
   std::shared_ptr<SharedMemory> shared_;
-  std::map<int, std::shared_ptr<Area>> areas_;
+  struct Areas {
+    std::shared_ptr<Area> last;
+    int64_t made = 0;
+  };
+  std::map<int, Areas> areas_;  // by tag
+  std::unique_ptr<Stream> stream_;
+  int64_t shared_tensors_ = 0;
 };
 
 class SharedMemoryReduction : public Reduction {
@@ -223,16 +373,21 @@ class SharedMemoryReduction : public Reduction {
       : exchange_(exchange),
         area_(std::move(area)),
         tag_(options.tag),
-        divisor_(options.divisor),
+        options_{.divisor = options.divisor, .rounded_to = options.wire},
         rank_(rank) {
+    if (options.wire) {
+      sum_ = at::empty({options.numel[rank]}, options.tensor);
+      return;
+    }
     // The sum takes the place of its first term.
     sum_ = at::from_blob(
         area_->shown(rank), {options.numel[rank]}, [memory = area_->memory()](void*) {},
         options.tensor);
   }
 
-  void post(Parts parts) override {
-    exchange_.post(*area_, parts, tag_);
+  void post(Parts parts, bool squares) override {
+    options_.squares = squares;
+    exchange_.post(*area_, parts, tag_, options_.rounded_to);
     own_ = std::move(parts[rank_]);
   }
 
@@ -245,9 +400,13 @@ class SharedMemoryReduction : public Reduction {
       into.push_back(sum_.narrow(0, offset, part.numel()));
       offset += part.numel();
     }
-    exchange_.add_up(*area_, own_, into, tag_, divisor_);
+    squares_ = exchange_.add_up(*area_, own_, into, tag_, options_);
     own_.clear();
     return sum_;
+  }
+
+  std::optional<double> squares() const override {
+    return options_.squares ? std::optional(squares_) : std::nullopt;
   }
 
   void release() override { exchange_.let_go(*area_); }
@@ -256,19 +415,21 @@ class SharedMemoryReduction : public Reduction {
   SharedMemoryExchange& exchange_;
   std::shared_ptr<Area> area_;
   int tag_;
-  double divisor_;
+  SumOptions options_;
   int rank_;
   std::vector<at::Tensor> own_;
   at::Tensor sum_;
+  double squares_ = 0;
 };
 
 std::unique_ptr<Reduction> SharedMemoryExchange::make_reduction(const ReductionOptions& options) {
+  const auto posted = options.wire ? options.tensor.dtype(*options.wire) : options.tensor;
   std::vector<int64_t> bytes;
   for (int64_t numel : options.numel) {
-    bytes.push_back(numel * static_cast<int64_t>(options.tensor.dtype().itemsize()));
+    bytes.push_back(numel * static_cast<int64_t>(posted.dtype().itemsize()));
   }
-  return std::make_unique<SharedMemoryReduction>(*this, area_for(options.tag, bytes), rank(),
-                                                 options);
+  return std::make_unique<SharedMemoryReduction>(
+      *this, area_for(options.tag, world_size() - 1, bytes), rank(), options);
 }
 
 }  // namespace

@@ -30,8 +30,12 @@ void GradientReducer::Bucket::give_back() {
   sum_is_lent = false;
 }
 
-GradientReducer::GradientReducer(Exchange& exchange, int rank, int world_size)
-    : exchange_(exchange), rank_(rank), world_size_(world_size) {}
+GradientReducer::GradientReducer(Exchange& exchange, int rank, int world_size,
+                                 std::function<void()> before_round)
+    : exchange_(exchange),
+      rank_(rank),
+      world_size_(world_size),
+      before_round_(std::move(before_round)) {}
 
 GradientReducer::~GradientReducer() {
   for (auto& bucket : buckets_) {
@@ -100,6 +104,7 @@ void GradientReducer::on_gradient(Bucket& bucket, Watched& param) {
 }
 
 void GradientReducer::begin_round() {
+  before_round_();
   // Else a rank might wait for another to read what the one before it posted.
   while (!under_way_.empty()) take_sum(*under_way_.front());
   for (auto& bucket : buckets_) {
@@ -159,7 +164,7 @@ void GradientReducer::post(Bucket& bucket) {
     }
     reduced.param.mutable_grad().reset();
   }
-  bucket.reduction->post(std::move(parts));
+  bucket.reduction->post(std::move(parts), want_squares_);
   bucket.posted = true;
   ++bucket.rounds;
   under_way_.push_back(&bucket);
@@ -172,15 +177,27 @@ void GradientReducer::take_sum(Bucket& bucket) {
   bucket.sum_is_lent = true;
   if (bucket.sum.defined()) {
     bucket.sum.add_(sum);
+    bucket.squares.reset();
     bucket.give_back();
   } else {
     bucket.sum = std::move(sum);
+    bucket.squares = bucket.reduction->squares();
   }
 }
 
-void GradientReducer::finish() {
+std::optional<double> GradientReducer::squares() const {
+  double total = 0;
+  for (const auto& bucket : buckets_) {
+    if (!bucket->sum.defined()) continue;
+    if (!bucket->squares) return std::nullopt;
+    total += *bucket->squares;
+  }
+  return total;
+}
+
+bool GradientReducer::finish() {
   const std::lock_guard lock(mutex_);
-  if (finished_) return;
+  if (finished_) return false;
   if (in_round_) end_round();
   for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
     if ((*bucket)->rounds == 0 && (*bucket)->has_trainable()) post(**bucket);
@@ -199,6 +216,7 @@ void GradientReducer::finish() {
     for (size_t i = 0; i < used_.size(); ++i) used_[i] |= flag[i];
   }
   finished_ = true;
+  return true;
 }
 
 void GradientReducer::reset() {

@@ -12,6 +12,7 @@ namespace {
 // Buckets count from 0, and state has the two highest tags.
 constexpr int kPartialTag = 0x8000;
 constexpr int kReduceTag = 0xc000;
+constexpr int kMeetTag = 0xfffb;
 constexpr int kLendTag = 0xfffc;
 
 std::string describe(const at::Tensor& param) {
@@ -80,12 +81,29 @@ ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
     : group_(std::move(group)),
       options_(options),
       partition_(options.sharding, group_->getSize(), cap_bytes(options)) {
-  TORCH_CHECK_VALUE(options.stage == 1 || options.stage == 2,
-                    "shardstep: expected stage 1 or 2, got ", options.stage, detail::who(group_));
-  TORCH_CHECK_VALUE(options.stage == 1 || !options.overlap,
+  check_options();
+  if (options_.share_parameters) options_.storage = BucketStorage::kFlat;
+}
+
+void ShardEngine::check_options() const {
+  const auto where = detail::who(group_);
+  TORCH_CHECK_VALUE(options_.stage == 1 || options_.stage == 2,
+                    "shardstep: expected stage 1 or 2, got ", options_.stage, where);
+  TORCH_CHECK_VALUE(options_.stage == 1 || !options_.overlap,
                     "shardstep: expected stage 1 with overlap_with_ddp, got stage 2, which reduces "
                     "the gradients itself and needs no DDP",
-                    detail::who(group_));
+                    where);
+  const auto only_stage_2 = [&](bool given, const char* name) {
+    TORCH_CHECK_VALUE(!given || options_.stage == 2, "shardstep: expected stage 2 with ", name,
+                      ", got stage 1", where);
+  };
+  only_stage_2(options_.share_parameters, "share_parameters");
+  only_stage_2(options_.overlap_forward, "overlap_forward");
+  only_stage_2(options_.gradient_dtype.has_value(), "gradient_dtype");
+  TORCH_CHECK_VALUE(!options_.gradient_dtype || *options_.gradient_dtype == at::kBFloat16 ||
+                        *options_.gradient_dtype == at::kHalf,
+                    "shardstep: expected gradient_dtype to be bfloat16 or float16, got ",
+                    *options_.gradient_dtype, where);
 }
 
 int64_t ShardEngine::kind_of(const at::Tensor& param) {
@@ -110,7 +128,10 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
           "sharding by ", options_.sharding == Sharding::kElement ? "element" : "parameter",
           ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
           static_cast<int>(options_.exchange), ", bucket cap ", cap_bytes(options_),
-          " bytes, overlap ", options_.overlap, ", stage ", options_.stage));
+          " bytes, overlap ", options_.overlap, ", stage ", options_.stage, ", shared parameters ",
+          options_.share_parameters, ", overlap_forward ", options_.overlap_forward,
+          ", gradient_dtype ",
+          options_.gradient_dtype ? c10::toString(*options_.gradient_dtype) : "none"));
       for (size_t g = 0; g < groups.size(); ++g) {
         const size_t index = group_count() + g;
         lines.push_back(c10::str("group ", index, ": ", groups[g].description));
@@ -128,12 +149,19 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
       failure = std::current_exception();
     }
   }
+  wait();
   const int64_t channel = detail::agree(group_, lines, failure);
   if (!exchange_ && world_size() > 1) {
-    exchange_ = make_exchange(group_, {.kind = options_.exchange,
-                                       .device = all.front().device(),
-                                       .channel = channel,
-                                       .prefer_shared_memory = options_.stage == 2});
+    exchange_ = make_exchange(
+        group_, {.kind = options_.exchange, .device = all.front().device(), .channel = channel});
+    if (options_.share_parameters && std::string(exchange_->name()) != "shared_memory") {
+      const std::string name = exchange_->name();
+      exchange_.reset();
+      TORCH_CHECK_VALUE(false,
+                        "shardstep: expected ranks that share memory with share_parameters, got "
+                        "exchange \"",
+                        name, "\"", detail::who(group_));
+    }
   }
 
   std::vector<std::vector<ParamSpec>> specs;
@@ -144,11 +172,15 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
       trainable_.push_back(param.requires_grad());
     }
   }
+  const size_t known = params_.size();
   params_ = std::move(all);
   partition_.add_groups(specs);
   const size_t first = buckets_.size();
+  if (options_.stage == 2 && exchange_) broadcast_params(known);
   build_new_buckets();
   if (options_.stage == 2 && exchange_) reduce_new_buckets(first);
+  // Memory that is shared can be opened as long as who made it is there.
+  if (options_.stage == 2) meet();
   for (size_t group = local_.size(); group < group_count(); ++group) add_local_params(group);
 }
 
@@ -161,26 +193,54 @@ void ShardEngine::build_new_buckets() {
       places_[slot.param] = {bucket, params.size()};
       params.push_back(params_[slot.param]);
     }
-    buckets_.emplace_back(layout, std::move(params), options_.storage);
+    // Every rank writes the same values into shared memory.
+    at::Tensor shared;
+    if (options_.share_parameters && exchange_) {
+      shared =
+          exchange_->make_shared(layout.numel(), params.front().options().requires_grad(false));
+    }
+    buckets_.emplace_back(layout, std::move(params), options_.storage, shared);
     active_.emplace_back();
     parts_.emplace_back();
+    arriving_.emplace_back();
   }
 }
 
-// From here on parameters are the same on all ranks, and their gradients are added up.
+// From here on parameters are the same on all ranks.
+void ShardEngine::broadcast_params(size_t first) {
+  for (size_t i = first; i < params_.size(); ++i) {
+    std::vector<at::Tensor> whole{flat_view(params_[i])};
+    if (whole.front().numel() > 0) group_->broadcast(whole, {})->wait();
+  }
+}
+
+// Returns when all ranks are here.
+void ShardEngine::meet() {
+  if (!exchange_) return;
+  Parts nothing(world_size());
+  for (auto& part : nothing) part = {at::zeros({1}, at::kByte)};
+  exchange_->all_gather(nothing, kMeetTag)->wait();
+}
+
 void ShardEngine::reduce_new_buckets(size_t first) {
-  if (!reducer_) reducer_ = std::make_unique<GradientReducer>(*exchange_, rank(), world_size());
+  if (!reducer_) {
+    // A rank that had not read a bucket yet would keep others from writing their gradients there.
+    reducer_ =
+        std::make_unique<GradientReducer>(*exchange_, rank(), world_size(), [this] { wait(); });
+  }
   for (size_t b = first; b < buckets_.size(); ++b) {
     std::vector<ReducedParam> params;
     for (size_t slot = 0; slot < buckets_[b].params().size(); ++slot) {
       const int64_t index = buckets_[b].layout().slots[slot].param;
       params.push_back({index, params_[index], partition_.slices(index)});
-      std::vector<at::Tensor> whole{buckets_[b].view(slot, {0, params_[index].numel()})};
-      if (whole.front().numel() > 0) group_->broadcast(whole, {})->wait();
     }
+    const auto tensor = buckets_[b].params().front().options().requires_grad(false);
+    const bool narrows = options_.gradient_dtype && tensor.dtype().itemsize() > 2 &&
+                         buckets_[b].params().front().is_floating_point();
     reducer_->add_bucket(std::move(params),
                          {.numel = {},
-                          .tensor = buckets_[b].params().front().options().requires_grad(false),
+                          .tensor = tensor,
+                          .wire = narrows ? options_.gradient_dtype : std::nullopt,
                           .tag = static_cast<int>(b),
                           .divisor = static_cast<double>(world_size())});
   }
@@ -264,8 +324,8 @@ void ShardEngine::drop_gradients() {
 }
 
 // Sums lie in the order of the bucket's slots.
-void ShardEngine::set_reduced_gradients() {
-  reducer_->finish();
+bool ShardEngine::set_reduced_gradients() {
+  const bool anew = reducer_->finish();
   for (size_t b = 0; b < buckets_.size(); ++b) {
     int64_t offset = 0;
     for (const auto& slot : buckets_[b].layout().slots) {
@@ -280,6 +340,7 @@ void ShardEngine::set_reduced_gradients() {
       offset += elements.size();
     }
   }
+  return anew;
 }
 
 void ShardEngine::set_sync(bool sync) {
@@ -292,8 +353,7 @@ void ShardEngine::drop_sums() {
   if (reducer_) reducer_->reset();
 }
 
-std::vector<at::Tensor> ShardEngine::local_gradients() {
-  before_step();
+std::vector<at::Tensor> ShardEngine::local_gradients() const {
   std::vector<at::Tensor> gradients;
   for (const auto& group : local_) {
     for (const auto& local : group) {
@@ -361,10 +421,16 @@ double ShardEngine::clip_grad_norm(double max_norm, double norm_type, bool error
   const auto merge = [&](double a, double b) {
     return !largest ? a + b : std::isnan(a) || a > b ? a : b;
   };
+  const bool anew = take_gradients();
   const auto gradients = local_gradients();
-  double own = 0;
+  std::optional<double> known;
+  if (reducer_ && norm_type == 2) {
+    if (anew) known = reducer_->squares();
+    reducer_->want_squares();  // who asks once asks again
+  }
+  double own = known.value_or(0);
   for (const auto& gradient : gradients) {
-    if (gradient.numel() == 0) continue;
+    if (known || gradient.numel() == 0) continue;
     const auto norm = at::norm(gradient, norm_type).item<double>();
     own = merge(own, largest ? norm : std::pow(norm, norm_type));
   }
@@ -383,6 +449,7 @@ double ShardEngine::clip_grad_norm(double max_norm, double norm_type, bool error
 void ShardEngine::clip_grad_value(double clip_value) {
   check_stage_2("clip_grad_value_");
   at::NoGradGuard no_grad;
+  take_gradients();
   for (at::Tensor gradient : local_gradients()) gradient.clamp_(-clip_value, clip_value);
 }
 
@@ -416,13 +483,21 @@ std::unique_ptr<Pending> ShardEngine::reduce_to_owners(const std::vector<ParamGr
   return exchange_->reduce_scatter(parts, kReduceTag + tag, world_size());
 }
 
-void ShardEngine::before_step() {
+bool ShardEngine::take_gradients() {
   follow_params();
   if (reducer_) return set_reduced_gradients();
-  if (!aliased()) return;
+  if (!aliased()) return false;
   for (auto& group : local_) {
     for (auto& local : group) set_gradient(local, params_[local.index].grad());
   }
+  return false;
+}
+
+void ShardEngine::before_step() {
+  wait();
+  take_gradients();
+  // Nobody may still look at parameters that change here.
+  if (options_.share_parameters) meet();
 }
 
 void ShardEngine::after_step() {
@@ -432,11 +507,27 @@ void ShardEngine::after_step() {
     return;
   }
   at::NoGradGuard no_grad;
-  std::vector<std::unique_ptr<Pending>> pending;
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    pending.push_back(exchange_->all_gather(parts_[b], static_cast<int>(b)));
+  if (options_.share_parameters) {
+    meet();
+  } else if (options_.overlap_forward) {
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      arriving_[b] = exchange_->all_gather(parts_[b], static_cast<int>(b));
+    }
+  } else {
+    exchange_->all_gather_and_wait(parts_);
   }
-  for (auto& bucket : pending) bucket->wait();
+}
+
+void ShardEngine::wait(const std::vector<int64_t>& params) {
+  for (int64_t param : params) {
+    if (const auto pending = std::move(arriving_[places_[param].bucket])) pending->wait();
+  }
+}
+
+void ShardEngine::wait() {
+  for (auto& bucket : arriving_) {
+    if (const auto pending = std::move(bucket)) pending->wait();
+  }
 }
 
 void ShardEngine::before_partial_step(const std::vector<ParamGradient>& gradients) {

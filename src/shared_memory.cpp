@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 struct Offer {
   int64_t pid = 0;
   int64_t descriptor = -1;
-  int64_t mark = 0;  // the first word of the memory
+  int64_t mark = 0;  // a word behind the memory
   int64_t error = 0;
 };
 
@@ -38,6 +38,7 @@ class Descriptor {
   Descriptor& operator=(const Descriptor&) = delete;
   Descriptor& operator=(Descriptor&&) = delete;
   int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
   explicit operator bool() const { return fd_ >= 0; }
 
  private:
@@ -54,10 +55,14 @@ std::vector<std::vector<int64_t>> all_gather_numbers(const ProcessGroupPtr& grou
   return numbers;
 }
 
+constexpr int64_t kMark = sizeof(Offer::mark);
+
+// With room for the mark.
 std::shared_ptr<std::byte> map(int fd, int64_t bytes) {
-  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  const auto size = static_cast<size_t>(bytes + kMark);
+  void* address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (address == MAP_FAILED) return nullptr;
-  return {static_cast<std::byte*>(address), [bytes](std::byte* p) { ::munmap(p, bytes); }};
+  return {static_cast<std::byte*>(address), [size](std::byte* p) { ::munmap(p, size); }};
 }
 
 // Memory of this process, with its room reserved: else a full disk of memory would be a SIGBUS
@@ -75,7 +80,7 @@ std::shared_ptr<std::byte> open(const Offer& offer, int64_t bytes) {
   if (!fd) return nullptr;
   auto memory = map(fd.get(), bytes);
   int64_t mark = 0;
-  if (memory) std::memcpy(&mark, memory.get(), sizeof(mark));
+  if (memory) std::memcpy(&mark, memory.get() + bytes, sizeof(mark));
   return mark == offer.mark ? memory : nullptr;
 }
 
@@ -84,36 +89,32 @@ int64_t random_mark() {
   return static_cast<int64_t>((uint64_t{device()} << 32 | device()) | 1);
 }
 
-// What rank 0 shares with everyone; null where that failed, with rank 0's errno in `error`.
-// Collective.
-std::shared_ptr<std::byte> share_from_first(const ProcessGroupPtr& group, int64_t bytes,
-                                            int64_t& error) {
+// Null, and an errno in the offer, if there is no room. The memory can be opened as long as `fd`.
+std::shared_ptr<std::byte> make_offer(int64_t bytes, Offer& offer, std::optional<Descriptor>& fd) {
+  std::shared_ptr<std::byte> memory;
+  fd.emplace(create(bytes + kMark, offer.error));
+  if (offer.error == 0) memory = map(fd->get(), bytes);
+  offer.pid = ::getpid();
+  offer.descriptor = fd->get();
+  offer.mark = random_mark();
+  if (memory) std::memcpy(memory.get() + bytes, &offer.mark, sizeof(offer.mark));
+  return memory;
+}
+
+// Memory of `bytes` that rank 0 makes and every rank opens; null if one cannot. Collective.
+std::shared_ptr<std::byte> share_from_first(const ProcessGroupPtr& group, int64_t bytes) {
   Offer offer;
   std::shared_ptr<std::byte> memory;
   std::optional<Descriptor> fd;
-  if (group->getRank() == 0) {
-    fd.emplace(create(bytes, offer.error));
-    if (offer.error == 0) memory = map(fd->get(), bytes);
-    offer.pid = ::getpid();
-    offer.descriptor = fd->get();
-    offer.mark = random_mark();
-    if (memory) std::memcpy(memory.get(), &offer.mark, sizeof(offer.mark));
-  }
-  const auto offers =
-      all_gather_numbers(group, {offer.pid, offer.descriptor, offer.mark, offer.error});
-  offer = {offers[0][0], offers[0][1], offers[0][2], offers[0][3]};
-  error = offer.error;
-  if (group->getRank() != 0 && error == 0) memory = open(offer, bytes);
+  if (group->getRank() == 0) memory = make_offer(bytes, offer, fd);
+  const auto offers = all_gather_numbers(group, {offer.pid, offer.descriptor, offer.mark});
+  offer = {offers[0][0], offers[0][1], offers[0][2]};
+  if (group->getRank() != 0) memory = open(offer, bytes);
   bool everyone = true;
   for (const auto& has : all_gather_numbers(group, {memory != nullptr})) {
     everyone = everyone && has[0] != 0;
   }
-  if (!everyone) return nullptr;
-  // Nobody looks at the mark again before all ranks have come here.
-  all_gather_numbers(group, {0});
-  if (group->getRank() == 0) std::memset(memory.get(), 0, sizeof(offer.mark));
-  all_gather_numbers(group, {0});
-  return memory;
+  return everyone ? memory : nullptr;
 }
 
 std::chrono::milliseconds timeout_of(const ProcessGroupPtr& group) {
@@ -141,16 +142,28 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
+// Where memory can be opened that some rank has made.
+struct SharedMemory::Notice {
+  int64_t key;  // 0: free
+  Offer offer;
+  int64_t to_come;  // ranks that have not opened it yet
+};
+
+struct SharedMemory::Board {
+  std::atomic<uint32_t> locked;
+  Notice notices[256];  // descriptors that a rank keeps open; it waits when there are more
+};
+
 SharedMemory::SharedMemory(const ProcessGroupPtr& group)
     : group_(group), timeout_(timeout_of(group)) {}
 
 std::shared_ptr<SharedMemory> SharedMemory::connect(const ProcessGroupPtr& group) {
   std::shared_ptr<SharedMemory> shared(new SharedMemory(group));
-  int64_t error = 0;
-  const auto size = static_cast<int64_t>(sizeof(SharedCount)) * group->getSize();
-  shared->control_ = share_from_first(group, size, error);
+  const auto bells = static_cast<int64_t>(sizeof(SharedCount)) * group->getSize();
+  shared->control_ = share_from_first(group, bells + static_cast<int64_t>(sizeof(Board)));
   if (!shared->control_) return nullptr;
   auto* counts = reinterpret_cast<SharedCount*>(shared->control_.get());
+  shared->board_ = reinterpret_cast<Board*>(shared->control_.get() + bells);
   for (const auto& pid : all_gather_numbers(group, {::getpid()})) {
     shared->bells_.push_back(counts + shared->pids_.size());
     shared->pids_.push_back(pid[0]);
@@ -161,17 +174,59 @@ std::shared_ptr<SharedMemory> SharedMemory::connect(const ProcessGroupPtr& group
 }
 
 SharedMemory::~SharedMemory() {
+  for (const auto& [key, fd] : offered_) ::close(fd);
   for (int handle : process_handles_) {
     if (handle >= 0) ::close(handle);
   }
 }
 
-std::shared_ptr<std::byte> SharedMemory::allocate(int64_t bytes) {
-  int64_t error = 0;
-  auto memory = share_from_first(group_, std::max<int64_t>(bytes, sizeof(int64_t)), error);
+// REQUIRES: the board is locked. Says whether there was a notice to be had.
+bool SharedMemory::find_or_make(int64_t key, int64_t bytes, std::shared_ptr<std::byte>& memory,
+                                int& error) {
+  Notice* found = nullptr;
+  Notice* vacant = nullptr;
+  std::map<int64_t, int> still_offered;
+  for (auto& notice : board_->notices) {
+    if (notice.key == key) found = &notice;
+    if (notice.key == 0) vacant = &notice;
+    if (const auto own = offered_.find(notice.key); own != offered_.end()) {
+      still_offered.insert(offered_.extract(own));
+    }
+  }
+  for (const auto& [opened, fd] : offered_) ::close(fd);
+  offered_ = std::move(still_offered);
+
+  if (found) {
+    error = static_cast<int>(found->offer.error);
+    if (error == 0) memory = open(found->offer, bytes);
+    if (--found->to_come == 0) found->key = 0;
+    return true;
+  }
+  if (!vacant) return false;
+  std::optional<Descriptor> fd;
+  memory = make_offer(bytes, vacant->offer, fd);
+  error = static_cast<int>(vacant->offer.error);
+  vacant->to_come = static_cast<int64_t>(bells_.size()) - 1;
+  vacant->key = key;
+  if (memory) offered_[key] = fd->release();
+  return true;
+}
+
+std::shared_ptr<std::byte> SharedMemory::allocate(int64_t key, int64_t bytes) {
+  TORCH_INTERNAL_ASSERT(key != 0);
+  std::shared_ptr<std::byte> memory;
+  int error = 0;
+  const auto done = [&] {
+    if (board_->locked.exchange(1, std::memory_order_acquire) != 0) return false;
+    const bool found = find_or_make(key, bytes, memory, error);
+    board_->locked.store(0, std::memory_order_release);
+    ring(0);
+    return found;
+  };
+  wait_until(done, 0, [] { return std::string("a turn to share memory"); });
   TORCH_CHECK(memory, "shardstep: expected room for ", bytes,
               " bytes of shared memory on this host, got: ",
-              error ? std::strerror(static_cast<int>(error)) : "a rank could not map it",
+              error ? std::strerror(error) : "memory that this rank cannot map",
               "; free memory, or use exchange \"pairwise\"", who(group_));
   return memory;
 }
@@ -187,7 +242,11 @@ std::optional<int> SharedMemory::who_is_gone(int awaited, bool anyone) const {
 
 void SharedMemory::raise(SharedCount& count) {
   count.value.fetch_add(1, std::memory_order_release);
-  auto& bell = bells_[group_->getRank()]->value;
+  ring(group_->getRank());
+}
+
+void SharedMemory::ring(int rank) {
+  auto& bell = bells_[rank]->value;
   bell.fetch_add(1, std::memory_order_release);
   futex_wake_all(bell);
 }
@@ -199,16 +258,21 @@ void SharedMemory::wait(const SharedCount& count, uint32_t value, int rank,
     if (reached(count, value)) return;
     pause();
   }
+  wait_until([&] { return reached(count, value); }, rank, what);
+}
+
+void SharedMemory::wait_until(const std::function<bool()>& reached, int rank,
+                              const std::function<std::string()>& what) {
   constexpr auto kLook = std::chrono::milliseconds(100);  // for ranks that are gone
   constexpr auto kPatience = std::chrono::seconds(2);     // with one that waits for another
   const auto begin = Clock::now();
   auto& bell = bells_[rank]->value;
   for (;;) {
     const uint32_t rung = bell.load(std::memory_order_acquire);
-    if (reached(count, value)) return;
+    if (reached()) return;
     if (const auto lost = who_is_gone(rank, Clock::now() - begin > kPatience)) {
       // It may have raised the count before it went.
-      if (reached(count, value)) return;
+      if (reached()) return;
       TORCH_CHECK(false, "shardstep: rank ", *lost, " (process ", pids_[*lost],
                   ") is gone, while waiting for ", what(), " of rank ", rank, who(group_));
     }

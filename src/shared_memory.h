@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,7 +19,7 @@
 
 namespace shardstep::detail {
 
-// A count that one rank raises and others wait for. It lies in shared memory.
+// A count that ranks raise and others wait for. It lies in shared memory.
 struct alignas(64) SharedCount {
   std::atomic<uint32_t> value{0};
 };
@@ -32,9 +33,10 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // Zeroed memory that every rank sees. It lives as long as the pointer on some rank. Throws on
-  // every rank if there is no room. Collective.
-  std::shared_ptr<std::byte> allocate(int64_t bytes);
+  // Zeroed memory that every rank sees which comes with the same key. It lives as long as the
+  // pointer on some rank. Throws on every rank if there is no room. Does not wait for other ranks,
+  // which may come with their keys in any order.
+  std::shared_ptr<std::byte> allocate(int64_t key, int64_t bytes);
 
   // Raises a count of this rank, and wakes who waits for this rank.
   void raise(SharedCount& count);
@@ -48,8 +50,15 @@ class SharedMemory {
   }
 
  private:
+  struct Notice;
+  struct Board;
   explicit SharedMemory(const ProcessGroupPtr& group);
   std::optional<int> who_is_gone(int awaited, bool anyone) const;
+  void ring(int rank);
+  // Looks again whenever `rank` rings.
+  void wait_until(const std::function<bool()>& reached, int rank,
+                  const std::function<std::string()>& what);
+  bool find_or_make(int64_t key, int64_t bytes, std::shared_ptr<std::byte>& memory, int& error);
 
   ProcessGroupPtr group_;
   std::chrono::milliseconds timeout_;
@@ -57,6 +66,8 @@ class SharedMemory {
   std::vector<int> process_handles_;  // -1 where the kernel has none
   std::shared_ptr<std::byte> control_;
   std::vector<SharedCount*> bells_;  // one a rank, rung whenever it raises a count
+  Board* board_ = nullptr;           // where memory can be opened
+  std::map<int64_t, int> offered_;   // descriptors of memory that not all ranks have opened, by key
 };
 
 }  // namespace shardstep::detail

@@ -32,7 +32,10 @@ EngineOptions engine_options(const ZeroOptions& options) {
               options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
           .exchange = options.exchange(),
           .bucket_cap_mb = options.bucket_cap_mb(),
-          .overlap = options.overlap_with_ddp()};
+          .overlap = options.overlap_with_ddp(),
+          .share_parameters = options.share_parameters(),
+          .overlap_forward = options.overlap_forward(),
+          .gradient_dtype = options.gradient_dtype()};
 }
 
 std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerOptions& options) {
@@ -270,6 +273,7 @@ void ZeroRedundancyOptimizer::wait() {
   adopt_new_groups(nullptr);
   const auto arriving = std::exchange(arriving_, {});
   for (const auto& pending : arriving) pending->wait();
+  engine_->wait();
 }
 
 std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&) {

@@ -33,8 +33,10 @@ enum class BucketStorage {
 
 class SHARDSTEP_API Bucket {
  public:
-  // `params` in the order of the layout's slots. REQUIRES: all dense, of one dtype and device.
-  Bucket(BucketLayout layout, std::vector<at::Tensor> params, BucketStorage storage);
+  // `params` in the order of the layout's slots. `flat` is the flat storage to use, zeroed, if it
+  // is not to be the bucket's own. REQUIRES: all dense, of one dtype and device.
+  Bucket(BucketLayout layout, std::vector<at::Tensor> params, BucketStorage storage,
+         at::Tensor flat = {});
 
   // Follows parameters that were given other memory since the last call (`param.data = …`); flat
   // storage takes their values back in. Says whether there were any.

@@ -8,6 +8,7 @@
 // Thread safety: one thread at a time an exchange.
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,7 @@
 namespace shardstep {
 
 enum class ExchangeKind {
-  kAuto,          // on Gloo pairwise, or shared memory where preferred; native elsewhere
+  kAuto,          // on Gloo shared memory where possible, else pairwise; native elsewhere
   kNative,        // c10d's collectives
   kPairwise,      // a message between every two ranks
   kSharedMemory,  // ranks of one host, tensors on the CPU
@@ -42,6 +43,9 @@ struct Traffic {
 struct ReductionOptions {
   std::vector<int64_t> numel;  // how many elements each rank owns
   at::TensorOptions tensor;    // dtype and device of what is added up
+  // What is added up is first rounded to this dtype, and travels so. Ranks round what they own too:
+  // a sum does not depend on who owns it.
+  std::optional<at::ScalarType> wire = std::nullopt;
   int tag = 0;
   double divisor = 1;
 };
@@ -51,13 +55,15 @@ class SHARDSTEP_API Reduction {
  public:
   virtual ~Reduction() = default;
   // Starts a round: parts[r] goes to rank r. They are dropped as soon as they are not needed.
-  // REQUIRES: the last round was released.
-  virtual void post(Parts parts) = 0;
+  // `squares` asks for squares(). REQUIRES: the last round was released.
+  virtual void post(Parts parts, bool squares) = 0;
   // Whether finish() would return at once.
   virtual bool ready() = 0;
   // The sum of what this rank owns over all ranks, divided; parts side by side in one 1-D tensor,
   // which is lent until release().
   virtual at::Tensor finish() = 0;
+  // The squares of that sum's elements, added up; nothing if that takes another pass over them.
+  virtual std::optional<double> squares() const { return std::nullopt; }
   // Lets other ranks start the next round. REQUIRES: finish() was called.
   virtual void release() = 0;
 };
@@ -71,6 +77,10 @@ class SHARDSTEP_API Exchange {
   // parts[r] of rank r reach every rank.
   virtual std::unique_ptr<Pending> all_gather(const Parts& parts, int tag) = 0;
 
+  // The same for bucket after bucket, and waits; bucket b has tag b. All ranks give the same
+  // number.
+  virtual void all_gather_and_wait(const std::vector<Parts>& buckets);
+
   // parts[r] of all ranks are added up on rank r, in its parts[r], and divided by `divisor`.
   // REQUIRES: parts of one dtype.
   virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag,
@@ -79,6 +89,9 @@ class SHARDSTEP_API Exchange {
   // Ranks make their reductions in the same order; rounds of different ones may come in any.
   // Collective.
   virtual std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) = 0;
+
+  // A tensor in memory that every rank has; undefined if ranks do not share any. Collective.
+  virtual at::Tensor make_shared(int64_t, const at::TensorOptions&) { return {}; }
 
   // `own` of every rank reaches rank `to`, in into[r]. REQUIRES: `into` fits on `to`; it is not
   // looked at elsewhere, nor is into[to].
@@ -110,7 +123,6 @@ struct ExchangeOptions {
   ExchangeKind kind = ExchangeKind::kAuto;
   at::Device device = at::kCPU;
   int64_t channel = 0;
-  bool prefer_shared_memory = false;  // of kinds that kAuto may choose
 };
 
 // REQUIRES: the group has more than one rank. Collective.

@@ -9,8 +9,10 @@
 #include <ATen/ATen.h>
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "shardstep/exchange.h"
@@ -32,8 +34,9 @@ struct ReducedParam {
 
 class SHARDSTEP_API GradientReducer {
  public:
-  // REQUIRES: more than one rank; `exchange` outlives the reducer.
-  GradientReducer(Exchange& exchange, int rank, int world_size);
+  // `before_round` is called when the first gradient of a round has come. REQUIRES: more than one
+  // rank; `exchange` outlives the reducer.
+  GradientReducer(Exchange& exchange, int rank, int world_size, std::function<void()> before_round);
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
@@ -49,8 +52,15 @@ class SHARDSTEP_API GradientReducer {
   void set_sync(bool sync) { sync_ = sync; }
   bool sync() const { return sync_; }
 
-  // Ends the rounds since the last step. Afterwards sum() and used() may be asked. Collective.
-  void finish();
+  // Ends the rounds since the last step. Afterwards sum() and used() may be asked. Says whether
+  // there was anything to end. Collective.
+  bool finish();
+
+  // From the next round on, squares are added up with the gradients.
+  void want_squares() { want_squares_ = true; }
+  // The squares of all sums of this rank, added up; nothing if that takes another pass over them.
+  // REQUIRES: finish(), and sums that nobody has changed since.
+  std::optional<double> squares() const;
 
   // The average over the ranks of what this rank owns of a bucket, slices side by side; in rank
   // order. REQUIRES: finish().
@@ -77,7 +87,8 @@ class SHARDSTEP_API GradientReducer {
     bool posted = false;     // in this round
     int rounds = 0;          // since the last step
     at::Tensor sum;
-    bool sum_is_lent = false;  // by the reduction
+    bool sum_is_lent = false;       // by the reduction
+    std::optional<double> squares;  // of the sum
 
     bool has_trainable() const;
     void give_back();
@@ -97,9 +108,11 @@ class SHARDSTEP_API GradientReducer {
   Exchange& exchange_;
   int rank_;
   int world_size_;
+  std::function<void()> before_round_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::deque<Bucket*> under_way_;
   bool sync_ = true;
+  bool want_squares_ = false;
   bool in_round_ = false;
   bool finished_ = false;
   std::vector<uint8_t> used_here_;  // by parameter, since the last step

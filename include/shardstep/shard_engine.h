@@ -32,6 +32,13 @@ struct EngineOptions {
   std::optional<double> bucket_cap_mb;
   // The update runs inside the backward pass, some parameters at a time.
   bool overlap = false;
+  // Stage 2: one copy of the parameters for all ranks, which share memory. No rank may change them
+  // by itself.
+  bool share_parameters = false;
+  // Stage 2: after_step returns at once, and parameters are there when wait() returns.
+  bool overlap_forward = false;
+  // Stage 2: what wider gradients are rounded to, to travel; they are added up in their own dtype.
+  std::optional<at::ScalarType> gradient_dtype;
 };
 
 // Parameters and, in words, everything else that ranks must agree on about them.
@@ -97,6 +104,10 @@ class SHARDSTEP_API ShardEngine {
   void before_step();
   // Sends what this rank owns to every other and receives the rest. Collective.
   void after_step();
+  // With overlap_forward: returns when these parameters have arrived, or all. Nothing else needs
+  // it: the next backward pass and every collective call wait by themselves.
+  void wait(const std::vector<int64_t>& params);
+  void wait();
 
   // Stage 2. While off, backward passes add up in `.grad`; the next one that synchronizes takes
   // that along.
@@ -129,7 +140,7 @@ class SHARDSTEP_API ShardEngine {
   const EngineOptions& options() const { return options_; }
   // What went over the wire so far; nothing in a group of one.
   Traffic traffic() const { return exchange_ ? exchange_->traffic() : Traffic{}; }
-  // "native", "pairwise", or "none" in a group of one.
+  // "native", "pairwise", "shared_memory", or "none" in a group of one.
   const char* exchange_name() const { return exchange_ ? exchange_->name() : "none"; }
 
  private:
@@ -142,11 +153,16 @@ class SHARDSTEP_API ShardEngine {
     size_t position;
   };
   int64_t kind_of(const at::Tensor& param);
+  void check_options() const;
+  void broadcast_params(size_t first);
   void build_new_buckets();
   void reduce_new_buckets(size_t first);
-  void set_reduced_gradients();
+  void meet();
+  bool set_reduced_gradients();
+  // Says whether gradients were added up since the last call.
+  bool take_gradients();
   void drop_param_gradients();
-  std::vector<at::Tensor> local_gradients();
+  std::vector<at::Tensor> local_gradients() const;
   std::vector<double> of_all_ranks(double value) const;
   void lend_gradients(int from, int to);
   void check_stage_2(const char* what) const;
@@ -171,6 +187,7 @@ class SHARDSTEP_API ShardEngine {
   std::vector<std::string> kinds_;
   std::vector<Bucket> buckets_;
   std::unique_ptr<GradientReducer> reducer_;             // stage 2, more than one rank
+  std::vector<std::unique_ptr<Pending>> arriving_;       // by bucket; null if it is there
   std::vector<Place> places_;                            // by parameter
   std::vector<std::vector<bool>> active_;                // by bucket and slot: what travels
   std::vector<Parts> parts_;                             // by bucket

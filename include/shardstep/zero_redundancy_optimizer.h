@@ -41,6 +41,14 @@ struct ZeroOptions {
   // Buckets of at most this size, 0 for no limit; a bucket is what moves at a time. Unset: no
   // limit in stage 1, 25 in stage 2.
   TORCH_ARG(std::optional<double>, bucket_cap_mb);
+  // Stage 2, ranks on one host: one copy of the parameters for all of them. On the condition that
+  // no rank changes parameters by itself, and that none reads them while another is in step().
+  TORCH_ARG(bool, share_parameters) = false;
+  // Stage 2: step() returns while parameters still travel. Call wait() before anything reads them.
+  TORCH_ARG(bool, overlap_forward) = false;
+  // Stage 2: kBFloat16 or kHalf. Wider gradients are rounded to it and travel at half the width;
+  // their owner adds them up in their own dtype.
+  TORCH_ARG(std::optional<at::ScalarType>, gradient_dtype);
 };
 
 using ParamsAndGradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
@@ -101,8 +109,8 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // parameters than the optimizer's are passed over. REQUIRES: overlap_with_ddp. Collective, with
   // the same parameters and tag on every rank; updates with different tags may come in any order.
   void update(const ParamsAndGradients& gradients, int tag);
-  // Returns when what update() sent has arrived, on this rank. Notices groups added through the
-  // base class. Collective.
+  // Returns when the parameters have arrived on this rank that update() sent, or step() with
+  // overlap_forward. Notices groups added through the base class. Collective.
   void wait();
 
   // Collective. A group added through the base class is noticed at the next collective call.

@@ -24,7 +24,9 @@ Value choose(const char* what, const Choices<Value>& choices, const std::string&
 }
 
 EngineOptions options_of(int stage, const std::string& sharding, const std::string& exchange,
-                         bool flat, std::optional<double> bucket_cap_mb, bool overlap) {
+                         bool flat, std::optional<double> bucket_cap_mb, bool overlap,
+                         bool share_parameters, bool overlap_forward,
+                         std::optional<at::ScalarType> gradient_dtype) {
   return {.stage = stage,
           .sharding = choose<Sharding>(
               "sharding", {{"parameter", Sharding::kParameter}, {"element", Sharding::kElement}},
@@ -37,7 +39,10 @@ EngineOptions options_of(int stage, const std::string& sharding, const std::stri
                                             {"shared_memory", ExchangeKind::kSharedMemory}},
                                            exchange),
           .bucket_cap_mb = bucket_cap_mb,
-          .overlap = overlap};
+          .overlap = overlap,
+          .share_parameters = share_parameters,
+          .overlap_forward = overlap_forward,
+          .gradient_dtype = gradient_dtype};
 }
 
 using PyValue = std::variant<at::Tensor, py::bytes>;
@@ -148,23 +153,31 @@ void bind_engine(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   bind_values(module);
   py::class_<ShardEngine, std::shared_ptr<ShardEngine>>(module, "ShardEngine")
-      .def(py::init(wrap_pybind_function([](ProcessGroupPtr group, int stage,
-                                            const std::string& sharding,
-                                            const std::string& exchange, bool flat,
-                                            std::optional<double> bucket_cap_mb, bool overlap) {
-             return std::make_shared<ShardEngine>(
-                 std::move(group),
-                 options_of(stage, sharding, exchange, flat, bucket_cap_mb, overlap));
-           })),
+      .def(py::init(wrap_pybind_function(
+               [](ProcessGroupPtr group, int stage, const std::string& sharding,
+                  const std::string& exchange, bool flat, std::optional<double> bucket_cap_mb,
+                  bool overlap, bool share_parameters, bool overlap_forward,
+                  std::optional<at::ScalarType> gradient_dtype) {
+                 return std::make_shared<ShardEngine>(
+                     std::move(group),
+                     options_of(stage, sharding, exchange, flat, bucket_cap_mb, overlap,
+                                share_parameters, overlap_forward, gradient_dtype));
+               })),
            py::arg("group"), py::kw_only(), py::arg("stage") = 1, py::arg("sharding") = "parameter",
            py::arg("exchange") = "auto", py::arg("flat") = false,
-           py::arg("bucket_cap_mb") = py::none(), py::arg("overlap") = false)
+           py::arg("bucket_cap_mb") = py::none(), py::arg("overlap") = false,
+           py::arg("share_parameters") = false, py::arg("overlap_forward") = false,
+           py::arg("gradient_dtype") = py::none())
       .def("add_groups", wrap_pybind_function_no_gil(add_groups), py::arg("groups"),
            py::arg("error") = py::none())
       .def("lend_gradients", wrap_pybind_function_no_gil(
                                  [](ShardEngine& engine, bool has) { engine.lend_gradients(has); }))
       .def("before_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_step(); }))
       .def("after_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.after_step(); }))
+      .def("wait", wrap_pybind_function_no_gil([](ShardEngine& e) { e.wait(); }))
+      .def("wait_for",
+           wrap_pybind_function_no_gil(
+               [](ShardEngine& e, const std::vector<int64_t>& params) { e.wait(params); }))
       .def("before_partial_step",
            wrap_pybind_function_no_gil([](ShardEngine& engine, const PyGradients& gradients) {
              engine.before_partial_step(gradients_of(gradients));

@@ -96,6 +96,18 @@ def _describe(optimizer_class: Any, group: ParamGroup) -> str:
     return f"{getattr(optimizer_class, '__qualname__', optimizer_class)} {options}"
 
 
+def _hands_on(module: torch.nn.Module) -> bool:
+    """Whether a module's forward leaves its children's parameters to their own forwards.
+
+    torch's own modules may not: attention reads the weight of its projection itself.
+    """
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+    if isinstance(module, lists):
+        return True
+    ours = not type(module).__module__.startswith("torch.")
+    return ours and any(isinstance(inner, lists) for inner in module.modules())
+
+
 class _ZeROJoinHook(JoinHook):
     """A rank without inputs makes its share of the others' steps."""
 
@@ -141,6 +153,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             one host, tensors on the CPU).
         bucket_cap_mb: buckets of at most this size, 0 for no limit; a bucket moves at a time. None
             is no limit in stage 1, 25 in stage 2.
+        share_parameters: in stage 2, with ranks on one host: one copy of the parameters for all of
+            them. On the condition that no rank changes parameters by itself, and that none reads
+            them while another is in step().
+        overlap_forward: in stage 2, the module that the parameters are of: step() returns while
+            they still travel, and the next forward waits for them module by module: for those of
+            a module in a list (ModuleList, Sequential) when its turn comes. Before you read
+            parameters elsewhere, call wait(); the module's state_dict() does.
+        gradient_dtype: in stage 2, torch.bfloat16 or torch.float16: wider gradients are rounded to
+            it and travel at half the width; their owner adds them up in their own dtype.
         defaults: passed on to optimizer_class.
     """
 
@@ -159,6 +180,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         sharding: str = "parameter",
         exchange: str = "auto",
         bucket_cap_mb: float | None = None,
+        share_parameters: bool = False,
+        overlap_forward: torch.nn.Module | None = None,
+        gradient_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
         self.initialized = False
@@ -190,6 +214,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 flat=parameters_as_bucket_view,
                 bucket_cap_mb=bucket_cap_mb,
                 overlap=overlap_with_ddp,
+                share_parameters=share_parameters,
+                overlap_forward=overlap_forward is not None,
+                gradient_dtype=gradient_dtype,
             )
             name = getattr(optimizer_class, "__name__", "")
             if sharding == "element" and name in _WHOLE_PARAMETERS:
@@ -211,6 +238,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self.initialized = True
+        if overlap_forward is not None:
+            self._wait_in_forward(overlap_forward)
 
     # -- param groups ------------------------------------------------------------------------------
 
@@ -300,6 +329,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         loss = self._local_step(closure=closure, **kwargs)
         self.engine.after_step()
         return loss
+
+    def wait(self) -> None:
+        """Returns when the parameters have arrived that step() left travelling."""
+        self.engine.wait()
+
+    def _wait_in_forward(self, root: torch.nn.Module) -> None:
+        """Modules wait for the parameters of their own before they use them."""
+        this = weakref.ref(self)
+
+        def wait_for(parameters: Iterable[torch.nn.Parameter]) -> None:
+            if (zero := this()) is not None:
+                indices = [zero._index_of.get(parameter) for parameter in parameters]
+                zero.engine.wait_for([index for index in indices if index is not None])
+
+        def wait_for_own(module: torch.nn.Module, _: Any) -> None:
+            wait_for(module.parameters(recurse=False))
+
+        def wait_for_whole(module: torch.nn.Module, *_: Any) -> None:
+            wait_for(module.parameters())
+
+        def watch(module: torch.nn.Module) -> None:
+            if _hands_on(module):
+                module.register_forward_pre_hook(wait_for_own)
+                for child in module.children():
+                    watch(child)
+            else:
+                module.register_forward_pre_hook(wait_for_whole)
+
+        watch(root)
+        root.register_state_dict_pre_hook(wait_for_whole)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients. After a backward pass that threw, call it on every rank."""

@@ -43,6 +43,34 @@ TEST_P(ExchangeTest, AllGatherBringsEveryOwnersParts) {
   });
 }
 
+// Sizes around those of the pieces that shared memory moves, and rounds of different length.
+TEST_P(ExchangeTest, ManyBucketsReachEveryone) {
+  const auto [kind, world_size, size, equal] = GetParam();
+  test::run_ranks(world_size, [=](const ProcessGroupPtr& group) {
+    auto exchange = make_exchange(group, {.kind = kind, .channel = 3});
+    const int self = group->getRank();
+    for (int round = 0; round < 4; ++round) {
+      const auto make = [&](int rank) {
+        std::vector<Parts> buckets;
+        for (int64_t extra : {int64_t{0}, round * size * 70, int64_t{1}}) {
+          buckets.push_back(make_parts(world_size, size + extra, equal, 10 * rank + round));
+        }
+        return buckets;
+      };
+      auto buckets = make(self);
+      exchange->all_gather_and_wait(buckets);
+      for (int owner = 0; owner < world_size; ++owner) {
+        const auto expected = make(owner);
+        for (size_t b = 0; b < buckets.size(); ++b) {
+          for (size_t i = 0; i < buckets[b][owner].size(); ++i) {
+            EXPECT_TRUE(at::equal(buckets[b][owner][i], expected[b][owner][i]));
+          }
+        }
+      }
+    }
+  });
+}
+
 TEST_P(ExchangeTest, ReduceScatterAddsUpOnTheOwner) {
   const auto [kind, world_size, size, equal] = GetParam();
   test::run_ranks(world_size, [=](const ProcessGroupPtr& group) {
@@ -102,9 +130,13 @@ TEST(Exchange, GatherReachesOneRank) {
   });
 }
 
-TEST(Exchange, BucketsMayFinishInAnyOrder) {
+class AnyOrder : public testing::TestWithParam<ExchangeKind> {};
+INSTANTIATE_TEST_SUITE_P(All, AnyOrder,
+                         testing::Values(ExchangeKind::kPairwise, ExchangeKind::kSharedMemory));
+
+TEST_P(AnyOrder, BucketsMayStartAndFinishAsTheyLike) {
   test::run_ranks(3, [](const ProcessGroupPtr& group) {
-    auto exchange = make_exchange(group, {.kind = ExchangeKind::kPairwise, .channel = 0});
+    auto exchange = make_exchange(group, {.kind = GetParam(), .channel = 0});
     const int self = group->getRank();
     constexpr int kBuckets = 6;
     std::vector<Parts> buckets(kBuckets);
@@ -137,10 +169,10 @@ TEST(Exchange, CountsTwoShardsLessOwnOnTheWire) {
   });
 }
 
-TEST(Exchange, AutoIsPairwiseOnGloo) {
+TEST(Exchange, AutoSharesMemoryOnOneHost) {
   test::run_ranks(2, [](const ProcessGroupPtr& group) {
     EXPECT_STREQ(make_exchange(group, {.kind = ExchangeKind::kAuto, .channel = 0})->name(),
-                 "pairwise");
+                 "shared_memory");
     EXPECT_STREQ(make_exchange(group, {.kind = ExchangeKind::kNative, .channel = 0})->name(),
                  "native");
   });

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -20,6 +21,9 @@ struct Way {
   Sharding sharding = Sharding::kElement;
   double bucket_cap_mb = 0;
   bool flat = false;
+  bool share_parameters = false;
+  bool overlap_forward = false;
+  std::optional<at::ScalarType> gradient_dtype = std::nullopt;
 };
 
 ZeroOptions options_of(const Way& way, const ProcessGroupPtr& group) {
@@ -29,12 +33,16 @@ ZeroOptions options_of(const Way& way, const ProcessGroupPtr& group) {
       .exchange(way.exchange)
       .sharding(way.sharding)
       .bucket_cap_mb(way.bucket_cap_mb)
-      .parameters_as_bucket_view(way.flat);
+      .parameters_as_bucket_view(way.flat)
+      .share_parameters(way.share_parameters)
+      .overlap_forward(way.overlap_forward)
+      .gradient_dtype(way.gradient_dtype);
 }
 
 std::string name_of(const Way& way) {
   return c10::str(static_cast<int>(way.exchange), " ", static_cast<int>(way.sharding), " ",
-                  way.bucket_cap_mb, " ", way.flat);
+                  way.bucket_cap_mb, " ", way.flat, " ", way.share_parameters, " ",
+                  way.overlap_forward, " ", way.gradient_dtype ? *way.gradient_dtype : at::kFloat);
 }
 
 std::vector<Way> all_ways() {
@@ -83,9 +91,10 @@ Tensors gradients_of(const Tensors& params, int rank, const std::vector<int>& pa
   return gradients;
 }
 
-// Adds the average over the ranks to `.grad`, in rank order.
+// Adds the average over the ranks to `sums`, in rank order; of gradients as they travel, if they
+// are rounded for that.
 void add_average(const Tensors& params, int world_size, const std::vector<int>& passes,
-                 Tensors& sums) {
+                 Tensors& sums, std::optional<at::ScalarType> rounded_to = std::nullopt) {
   std::vector<Tensors> given;
   for (int rank = 0; rank < world_size; ++rank) {
     given.push_back(gradients_of(params, rank, passes));
@@ -95,8 +104,8 @@ void add_average(const Tensors& params, int world_size, const std::vector<int>& 
     bool used = false;
     for (int rank = 0; rank < world_size; ++rank) {
       used = used || given[rank][i].defined();
-      const auto term =
-          given[rank][i].defined() ? given[rank][i] : torch::zeros_like(params[i]).detach();
+      auto term = given[rank][i].defined() ? given[rank][i] : torch::zeros_like(params[i]).detach();
+      if (rounded_to) term = term.to(*rounded_to).to(params[i].scalar_type());
       sum = sum.defined() ? sum + term : term.clone();
     }
     if (!used) continue;
@@ -113,32 +122,68 @@ void set_all(const Tensors& params, const Tensors& gradients) {
 
 class Stage2Test : public testing::TestWithParam<int> {};
 
-TEST_P(Stage2Test, EqualsTheSumInRankOrderAndThePlainOptimizer) {
-  const int world_size = GetParam();
-  for (const auto& way : all_ways()) {
-    if (way.exchange == ExchangeKind::kNative && world_size > 2) continue;  // sums in any order
-    SCOPED_TRACE(name_of(way));
-    test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
-      const int rank = group->getRank();
-      const auto params = test::make_params(7);
-      const auto plain_params = test::make_params(7);
-      ZeroRedundancyOptimizer zero(params, torch::optim::AdamWOptions(1e-2),
-                                   options_of(way, group));
-      optim::AdamW plain(plain_params, torch::optim::AdamWOptions(1e-2));
-      for (int step = 0; step < 6; ++step) {
-        zero.zero_grad();
-        loss_of(params, rank, step).backward();
-        for (const auto& param : params) {
-          if (world_size > 1) EXPECT_FALSE(param.grad().defined());
-        }
-        zero.step();
-        Tensors sums(params.size());
-        add_average(plain_params, world_size, {step}, sums);
-        set_all(plain_params, sums);
-        plain.step();
-        test::expect_equal(params, plain_params, c10::str("step ", step));
+// Six steps against the reference, to the bit.
+void expect_equals_reference(int world_size, const Way& way) {
+  SCOPED_TRACE(name_of(way));
+  test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+    const int rank = group->getRank();
+    const auto params = test::make_params(7);
+    const auto plain_params = test::make_params(7);
+    ZeroRedundancyOptimizer zero(params, torch::optim::AdamWOptions(1e-2), options_of(way, group));
+    optim::AdamW plain(plain_params, torch::optim::AdamWOptions(1e-2));
+    for (int step = 0; step < 6; ++step) {
+      zero.zero_grad();
+      zero.wait();
+      loss_of(params, rank, step).backward();
+      for (const auto& param : params) {
+        if (world_size > 1) EXPECT_FALSE(param.grad().defined());
       }
-    });
+      zero.step();
+      Tensors sums(params.size());
+      add_average(plain_params, world_size, {step}, sums,
+                  world_size > 1 ? way.gradient_dtype : std::nullopt);
+      set_all(plain_params, sums);
+      plain.step();
+      zero.wait();
+      test::expect_equal(params, plain_params, c10::str("step ", step));
+    }
+  });
+}
+
+TEST_P(Stage2Test, EqualsTheSumInRankOrderAndThePlainOptimizer) {
+  for (const auto& way : all_ways()) {
+    if (way.exchange == ExchangeKind::kNative && GetParam() > 2) continue;  // sums in any order
+    expect_equals_reference(GetParam(), way);
+  }
+}
+
+TEST_P(Stage2Test, SharedParametersEqualTheReference) {
+  for (auto sharding : {Sharding::kElement, Sharding::kParameter}) {
+    for (double cap : {0.0, 3e-4}) {
+      expect_equals_reference(GetParam(), {.exchange = ExchangeKind::kSharedMemory,
+                                           .sharding = sharding,
+                                           .bucket_cap_mb = cap,
+                                           .share_parameters = true});
+    }
+  }
+}
+
+TEST_P(Stage2Test, ParametersThatTravelInTheNextForwardEqualTheReference) {
+  for (auto way : all_ways()) {
+    if (way.flat || (way.exchange == ExchangeKind::kNative && GetParam() > 2)) continue;
+    way.overlap_forward = true;
+    expect_equals_reference(GetParam(), way);
+  }
+}
+
+// Also on the backend's own collectives: rounded gradients are added up by us there too.
+TEST_P(Stage2Test, RoundedGradientsAreAddedUpInFullWidth) {
+  for (auto way : all_ways()) {
+    if (way.flat || way.bucket_cap_mb == 1e-6) continue;
+    for (auto dtype : {at::kBFloat16, at::kHalf}) {
+      way.gradient_dtype = dtype;
+      expect_equals_reference(GetParam(), way);
+    }
   }
 }
 
@@ -177,6 +222,7 @@ TEST_P(Stage2Test, BackwardPassesAddUp) {
   }
 }
 
+// From the second step on the norm comes with the sum; after a second pass it cannot.
 TEST_P(Stage2Test, ClipsByTheNormOfAllGradients) {
   const int world_size = GetParam();
   for (double norm_type : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
@@ -184,25 +230,30 @@ TEST_P(Stage2Test, ClipsByTheNormOfAllGradients) {
       test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
         const auto params = test::make_params(7);
         const auto plain_params = test::make_params(7);
-        ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-1),
+        ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-3),
                                      options_of({.exchange = exchange}, group));
-        optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-1));
-        loss_of(params, group->getRank(), 0).backward();
-        const double norm = zero.clip_grad_norm_(0.5, norm_type);
-        zero.step();
-        Tensors sums(params.size());
-        add_average(plain_params, world_size, {0}, sums);
-        set_all(plain_params, sums);
+        optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-3));
         Tensors with_elements;  // torch's takes no others for the largest
         for (const auto& param : plain_params) {
           if (param.numel() > 0) with_elements.push_back(param);
         }
-        const double expected = torch::nn::utils::clip_grad_norm_(with_elements, 0.5, norm_type);
-        EXPECT_NEAR(norm, expected, 1e-5 * expected);
-        plain.step();
-        for (size_t i = 0; i < params.size(); ++i) {
-          // The norms are added up in another order.
-          EXPECT_TRUE(torch::allclose(params[i], plain_params[i], 1e-5, 1e-7)) << i;
+        for (int step = 0; step < 4; ++step) {
+          Tensors sums(params.size());
+          for (int pass = 2 * step; pass <= 2 * step + step / 2; ++pass) {
+            loss_of(params, group->getRank(), pass).backward();
+            add_average(plain_params, world_size, {pass}, sums);
+          }
+          const double norm = zero.clip_grad_norm_(0.5, norm_type);
+          EXPECT_NEAR(zero.clip_grad_norm_(1e9, norm_type), 0.5, 1e-5);  // of what is clipped
+          zero.step();
+          set_all(plain_params, sums);
+          const double expected = torch::nn::utils::clip_grad_norm_(with_elements, 0.5, norm_type);
+          EXPECT_NEAR(norm, expected, 1e-5 * expected);
+          plain.step();
+          for (size_t i = 0; i < params.size(); ++i) {
+            // The norms are added up in another order.
+            EXPECT_TRUE(torch::allclose(params[i], plain_params[i], 1e-5, 1e-7)) << i;
+          }
         }
       });
     }
@@ -360,6 +411,152 @@ TEST(Stage2, MixedDtypesAndSeveralGroups) {
   }
 }
 
+// A model, its training and how it is sharded, all drawn from a seed.
+struct RandomCase {
+  int world_size;
+  Way way;
+  std::vector<std::vector<int64_t>> shapes;
+  std::vector<at::ScalarType> dtypes;
+  size_t first_of_second_group;
+  std::vector<std::vector<int>> passes;  // by step
+  std::vector<std::vector<bool>> used;   // by pass * world size + rank, and parameter
+  std::optional<double> clip_value;
+};
+
+RandomCase random_case(int seed) {
+  std::mt19937 random(seed);
+  const auto up_to = [&](int limit) { return static_cast<int>(random() % (limit + 1)); };
+  RandomCase c{.world_size = 1 + up_to(3)};
+  c.way.exchange = up_to(1) ? ExchangeKind::kPairwise : ExchangeKind::kSharedMemory;
+  c.way.sharding = up_to(2) ? Sharding::kElement : Sharding::kParameter;
+  c.way.bucket_cap_mb = std::vector<double>{0, 1e-6, 1e-4, 1e-3}[up_to(3)];
+  c.way.flat = up_to(1);
+  c.way.share_parameters = c.way.exchange == ExchangeKind::kSharedMemory && up_to(1);
+  c.way.overlap_forward = up_to(1);
+  if (up_to(3) == 0) c.way.gradient_dtype = up_to(1) ? at::kBFloat16 : at::kHalf;
+  const int params = 1 + up_to(7);
+  const bool mixed = c.way.sharding == Sharding::kElement && up_to(1);
+  for (int i = 0; i < params; ++i) {
+    auto& shape = c.shapes.emplace_back();
+    for (int axis = up_to(3); axis > 0; --axis) shape.push_back(up_to(12));
+    c.dtypes.push_back(mixed && up_to(1) ? at::kDouble : at::kFloat);
+  }
+  c.first_of_second_group = 1 + up_to(params - 1);
+  int passes = 0;
+  for (int step = 0; step < 3; ++step) {
+    auto& own = c.passes.emplace_back();
+    for (int pass = up_to(2); pass >= 0; --pass) own.push_back(passes++);
+  }
+  for (int i = 0; i < passes * c.world_size; ++i) {
+    auto& used = c.used.emplace_back();
+    for (int param = 0; param < params; ++param) used.push_back(up_to(4) > 0);
+    used[up_to(params - 1)] = true;  // ranks make equally many backward passes
+  }
+  if (up_to(2) == 0) c.clip_value = 0.5;
+  return c;
+}
+
+TEST(Stage2, RandomModelsEqualTheReference) {
+  for (int seed = 0; seed < 60; ++seed) {
+    const auto c = random_case(seed);
+    SCOPED_TRACE(c10::str("seed ", seed, ", ", c.world_size, " ranks, ", name_of(c.way)));
+    test::run_ranks(c.world_size, [&](const ProcessGroupPtr& group) {
+      const auto make = [&] {
+        const auto random = test::generator(seed);
+        Tensors params;
+        for (size_t i = 0; i < c.shapes.size(); ++i) {
+          params.push_back(torch::randn(c.shapes[i], random).to(c.dtypes[i]).requires_grad_());
+        }
+        return params;
+      };
+      const auto groups_of = [&](const Tensors& params) {
+        const auto second = params.begin() + static_cast<std::ptrdiff_t>(c.first_of_second_group);
+        std::vector<torch::optim::OptimizerParamGroup> groups;
+        groups.emplace_back(Tensors(params.begin(), second));
+        if (second != params.end()) {
+          groups.emplace_back(Tensors(second, params.end()),
+                              std::make_unique<torch::optim::AdamOptions>(5e-2));
+        }
+        return groups;
+      };
+      const auto backward = [&](const Tensors& params, int rank, int pass) {
+        const auto random = test::generator(1000 * seed + 10 * pass + rank);
+        at::Tensor loss = torch::zeros({}, at::kDouble);
+        for (size_t i = 0; i < params.size(); ++i) {
+          const auto factor = torch::randn(params[i].sizes(), random).to(params[i].scalar_type());
+          if (c.used[pass * c.world_size + rank][i]) {
+            loss = loss + (params[i] * factor).square().sum().to(at::kDouble);
+          }
+        }
+        loss.backward();
+      };
+      const auto params = make(), plain_params = make();
+      ZeroRedundancyOptimizer zero(groups_of(params), torch::optim::AdamOptions(1e-2),
+                                   options_of(c.way, group));
+      optim::Adam plain(groups_of(plain_params), torch::optim::AdamOptions(1e-2));
+      for (const auto& passes : c.passes) {
+        Tensors sums(params.size());
+        for (int pass : passes) {
+          zero.wait();
+          backward(params, group->getRank(), pass);
+          // A group of one lets autograd add up.
+          std::vector<Tensors> given;
+          for (int rank = 0; rank < c.world_size; ++rank) {
+            if (c.world_size > 1 || pass == passes.front()) plain.zero_grad();
+            backward(plain_params, rank, pass);
+            auto& gradients = given.emplace_back();
+            for (const auto& param : plain_params) gradients.push_back(param.grad());
+          }
+          if (c.world_size == 1) {
+            sums = given.front();
+            continue;
+          }
+          for (size_t i = 0; i < params.size(); ++i) {
+            at::Tensor sum;
+            bool used = false;
+            for (const auto& gradients : given) {
+              used = used || gradients[i].defined();
+              auto term = gradients[i].defined() ? gradients[i].clone()
+                                                 : torch::zeros_like(params[i]).detach();
+              if (c.way.gradient_dtype) {
+                term = term.to(*c.way.gradient_dtype).to(params[i].scalar_type());
+              }
+              sum = sum.defined() ? sum + term : term;
+            }
+            sum.div_(c.world_size);
+            // A round in which nobody used it adds zeros to what an earlier one has.
+            if (used || sums[i].defined()) sums[i] = sums[i].defined() ? sums[i] + sum : sum;
+          }
+        }
+        if (c.clip_value) zero.clip_grad_value_(*c.clip_value);
+        zero.step();
+        zero.wait();
+        set_all(plain_params, sums);
+        if (c.clip_value) {
+          for (const auto& gradient : sums) {
+            if (gradient.defined()) at::Tensor(gradient).clamp_(-*c.clip_value, *c.clip_value);
+          }
+        }
+        plain.step();
+        test::expect_equal(params, plain_params);
+      }
+    });
+  }
+}
+
+TEST(Stage2, RanksHaveOneCopyOfSharedParameters) {
+  test::run_ranks(2, [&](const ProcessGroupPtr& group) {
+    const auto params = test::make_params(7);
+    ZeroRedundancyOptimizer zero(
+        params, torch::optim::SGDOptions(1e-1),
+        options_of({.exchange = ExchangeKind::kSharedMemory, .share_parameters = true}, group));
+    at::NoGradGuard no_grad;
+    if (group->getRank() == 1) at::Tensor(params[0]).fill_(42);
+    group->barrier()->wait();
+    EXPECT_TRUE(at::equal(params[0], at::full_like(params[0], 42)));
+  });
+}
+
 TEST(Stage2, ChoosesSharedMemoryOnOneHost) {
   test::run_ranks(2, [&](const ProcessGroupPtr& group) {
     ZeroRedundancyOptimizer zero(test::make_params(7), torch::optim::SGDOptions(1e-1),
@@ -381,6 +578,15 @@ TEST(Stage2, RefusesWhatItCannotDo) {
     ZeroRedundancyOptimizer one(params, sgd, ZeroOptions().process_group(group));
     EXPECT_THROW(one.clip_grad_norm_(1), c10::ValueError);
     EXPECT_THROW(one.no_sync(), c10::ValueError);
+    const auto refused = [&](const ZeroOptions& options) {
+      EXPECT_THROW(ZeroRedundancyOptimizer(params, sgd, ZeroOptions(options).process_group(group)),
+                   c10::ValueError);
+    };
+    refused(ZeroOptions().share_parameters(true));
+    refused(ZeroOptions().overlap_forward(true));
+    refused(ZeroOptions().gradient_dtype(at::kHalf));
+    refused(ZeroOptions().stage(2).gradient_dtype(at::kFloat));
+    refused(ZeroOptions().stage(2).share_parameters(true).exchange(ExchangeKind::kPairwise));
   });
 }
 

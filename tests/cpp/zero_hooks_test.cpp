@@ -472,7 +472,8 @@ std::vector<at::Tensor> without_last_layer(const Net& net) {
 TEST_P(ReduceToOwners, AveragesWhatThisRankOwnsAndSendsNoMore) {
   for (int world_size : {2, 3}) {
     run_ranks(world_size, [&](const ProcessGroupPtr& group) {
-      const Setting setting{.sharding = GetParam(), .reduce = Reduce::kToOwners};
+      const Setting setting{
+          .sharding = GetParam(), .reduce = Reduce::kToOwners, .exchange = ExchangeKind::kPairwise};
       Net net(1), plain_net(1);
       DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
       DistributedDataParallel<Net> plain_ddp(plain_net, ddp_options(group, setting));

@@ -32,6 +32,7 @@ const std::vector<Way> kWays{
     {Sharding::kParameter, true, ExchangeKind::kNative},
     {Sharding::kElement, false, ExchangeKind::kNative},
     {Sharding::kElement, true, ExchangeKind::kNative},
+    {Sharding::kElement, false, ExchangeKind::kSharedMemory},
     {Sharding::kElement, true, ExchangeKind::kAuto, 1e-6},
     {Sharding::kParameter, true, ExchangeKind::kAuto, 2e-4},
 };
@@ -102,6 +103,7 @@ TEST(ZeroStep, MovesEveryShardOnceToEveryOther) {
                                    ZeroOptions()
                                        .process_group(group)
                                        .sharding(Sharding::kElement)
+                                       .exchange(ExchangeKind::kPairwise)
                                        .parameters_as_bucket_view(view));
       params[0].mutable_grad() = torch::ones({640});
       zero.step();
@@ -303,6 +305,7 @@ TEST(ZeroStep, FreezingWarnsAndDoesNotTravel) {
                                    ZeroOptions()
                                        .process_group(group)
                                        .sharding(Sharding::kElement)
+                                       .exchange(ExchangeKind::kPairwise)
                                        .parameters_as_bucket_view(view));
       params[1].mutable_grad() = torch::ones({32});
       zero.step();

@@ -2,6 +2,7 @@
 the bit: a sum of two terms has one order, and halving is exact."""
 
 import os
+import resource
 import signal
 import time
 
@@ -51,7 +52,8 @@ def make(exchange="auto", optimizer=torch.optim.Adam, model=Net, **kwargs):
     zero = ZeroRedundancyOptimizer(
         net.parameters(), optimizer, stage=2, exchange=exchange, **kwargs
     )
-    defaults = {k: v for k, v in kwargs.items() if k not in ("sharding", "bucket_cap_mb")}
+    ours = ("sharding", "bucket_cap_mb", "share_parameters", "gradient_dtype")
+    defaults = {k: v for k, v in kwargs.items() if k not in ours}
     return net, zero, plain, optimizer(plain.parameters(), **defaults)
 
 
@@ -302,6 +304,160 @@ def test_a_rank_that_is_killed_is_an_error_on_the_others(exchange, where):
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "shardstep" in name]
 
 
+def shares_parameters(sharding):
+    net, zero, plain, optimizer = make(sharding=sharding, share_parameters=True)
+    assert zero.engine.exchange == "shared_memory"
+    iterate(net, zero, plain, optimizer)
+    # Pages that both ranks have mapped count half.
+    storage = net.last.weight.untyped_storage()
+    with open("/proc/self/maps") as maps:
+        mapped = [line.split() for line in maps if "memfd:shardstep" in line]
+    spans = [[int(end, 16) for end in line[0].split("-")] for line in mapped]
+    assert any(low <= storage.data_ptr() < high for low, high in spans)
+
+
+@pytest.mark.parametrize("sharding", ["parameter", "element"])
+def test_one_copy_of_the_parameters_equals_ddp(sharding):
+    run_ranks(2, shares_parameters, sharding)
+
+
+class Layered(torch.nn.Module):
+    """Blocks in a list; attention reads the weight of a module inside it that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            for _ in range(3)
+        )
+        self.head = torch.nn.Linear(16, 13)
+        self.embed = torch.nn.Linear(13, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x).unsqueeze(0) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def overlaps_forward(exchange):
+    net, plain = Layered(), DistributedDataParallel(Layered())
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(),
+        torch.optim.Adam,
+        stage=2,
+        sharding="element",
+        exchange=exchange,
+        bucket_cap_mb=0.001,
+        overlap_forward=net,
+        lr=1e-2,
+    )
+    optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    for step in range(6):
+        for model, optim in ((net, zero), (plain, optimizer)):
+            optim.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optim.step()
+        if step % 2:
+            zero.wait()
+            assert_same(net, plain.module)
+    for (name, ours), theirs in zip(
+        net.state_dict().items(), plain.module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    # Here the parameters are not there yet: the test would see it if nobody waited.
+    traveller = torch.nn.Linear(500, 500, bias=False)
+    zero = ZeroRedundancyOptimizer(
+        traveller.parameters(),
+        torch.optim.SGD,
+        stage=2,
+        sharding="element",
+        exchange=exchange,
+        overlap_forward=traveller,
+        lr=1.0,
+    )
+    traveller(torch.ones(500)).sum().backward()
+    old = traveller.weight.detach().clone()
+    zero.step()
+    if exchange == "shared_memory":
+        others = -1 if dist.get_rank() == 0 else 0  # an element of the other rank's
+        assert torch.equal(traveller.weight.flatten()[others], old.flatten()[others])
+    traveller(torch.ones(500))
+    assert not (traveller.weight == old).any()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_parameters_arrive_inside_the_next_forward(exchange):
+    run_ranks(2, overlaps_forward, exchange)
+
+
+def narrow_gradients(exchange, dtype):
+    net, zero, plain, optimizer = make(exchange, torch.optim.SGD, gradient_dtype=dtype)
+    for step in range(5):
+        for model, optim in ((net, zero), (plain, optimizer)):
+            optim.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optim.step()
+    # Each gradient is off by half a unit in the last place of the narrow type at most, relative
+    # 2^-9 for bfloat16 and 2^-12 for float16 (and as much of the smallest normal number), and
+    # moves its parameter by lr times that; 5 steps, with room for what that changes in turn.
+    relative = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}[dtype]
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=5 * 1e-2 * relative * 4)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_gradients_travel_at_half_the_width(exchange, dtype):
+    run_ranks(2, narrow_gradients, exchange, dtype)
+
+
+def bytes_sent(gradient_dtype):
+    net = torch.nn.Linear(64, 64, bias=False)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(),
+        torch.optim.SGD,
+        stage=2,
+        sharding="element",
+        exchange="pairwise",
+        gradient_dtype=gradient_dtype,
+        lr=1.0,
+    )
+    net(torch.ones(64)).sum().backward()
+    zero.step()
+    return zero.engine.traffic.bytes_sent
+
+
+def test_narrow_gradients_are_half_the_bytes():
+    wide = run_ranks(2, bytes_sent, None)
+    narrow = run_ranks(2, bytes_sent, torch.bfloat16)
+    gradient = 64 * 64 // 2 * 4
+    assert [w - n for w, n in zip(wide, narrow, strict=True)] == [gradient // 2] * 2
+
+
+def runs_out_of_memory():
+    # What memory files may grow to. Python ignores the signal that comes with it.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    net = torch.nn.Linear(1000, 1000)
+    with pytest.raises(RuntimeError) as caught:
+        ZeroRedundancyOptimizer(
+            net.parameters(), torch.optim.SGD, stage=2, exchange="shared_memory", lr=1.0
+        )
+    message = str(caught.value)
+    assert "room for" in message and "bytes of shared memory" in message, message
+    assert "pairwise" in message and "(rank" in message, message
+    ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, stage=2, exchange="pairwise", lr=1.0)
+
+
+def test_too_little_memory_is_an_error_on_every_rank():
+    run_ranks(3, runs_out_of_memory)
+
+
 def refuses():
     net = torch.nn.Linear(4, 4)
     with pytest.raises(ValueError, match="stage"):
@@ -311,6 +467,22 @@ def refuses():
         zero.clip_grad_norm_(1.0)
     with pytest.raises(ValueError, match="stage 2"), zero.no_sync():
         pass
+    for option in ({"share_parameters": True}, {"overlap_forward": net}):
+        with pytest.raises(ValueError, match="stage 2"):
+            ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=1.0, **option)
+    with pytest.raises(ValueError, match="bfloat16 or float16"):
+        ZeroRedundancyOptimizer(
+            net.parameters(), torch.optim.SGD, lr=1.0, stage=2, gradient_dtype=torch.float32
+        )
+    with pytest.raises(ValueError, match="pairwise"):
+        ZeroRedundancyOptimizer(
+            net.parameters(),
+            torch.optim.SGD,
+            lr=1.0,
+            stage=2,
+            exchange="pairwise",
+            share_parameters=True,
+        )
 
 
 def test_refuses_what_it_cannot_do():
