@@ -24,7 +24,27 @@ TORCH_ZERO_FUSED = Row("torch ZeRO, fused Adam", "zero", {"ours": False, "ddp": 
 FSDP2 = Row("FSDP2, fused Adam", "fsdp2", {})
 OURS_STAGE_1 = Row("ours, stage 1, fused Adam", "zero", {"ours": True, "ddp": True, **FUSED})
 OURS_SHARED = Row("ours, stage 2, shared memory", "zero", {**OURS, "exchange": "shared_memory"})
+OURS_ONE_COPY = Row(
+    "ours, stage 2, shared parameters",
+    "zero",
+    {**OURS, "exchange": "shared_memory", "share_parameters": True},
+)
 OURS_PAIRWISE = Row("ours, stage 2, pairwise", "zero", {**OURS, "exchange": "pairwise"})
+OURS_OVERLAP = Row(
+    "ours, stage 2, pairwise, overlap_forward",
+    "zero",
+    {**OURS, "exchange": "pairwise", "overlap_forward": True},
+)
+OURS_BF16 = Row(
+    "ours, stage 2, pairwise, bfloat16 gradients",
+    "zero",
+    {**OURS, "exchange": "pairwise", "gradient_dtype": "bfloat16"},
+)
+OURS_SHARED_BF16 = Row(
+    "ours, stage 2, shared memory, bfloat16 gradients",
+    "zero",
+    {**OURS, "exchange": "shared_memory", "gradient_dtype": "bfloat16"},
+)
 
 BASE = TORCH_ZERO_FUSED
 ROWS = {
@@ -39,10 +59,14 @@ ROWS = {
     "deepspeed-2": Row("DeepSpeed ZeRO-2, fused Adam", "deepspeed", {"stage": 2}, deepspeed=True),
     "ours-1": OURS_STAGE_1,
     "ours-shared": OURS_SHARED,
+    "ours-one-copy": OURS_ONE_COPY,
+    "ours-shared-bf16": OURS_SHARED_BF16,
     "ours-pairwise": OURS_PAIRWISE,
+    "ours-overlap": OURS_OVERLAP,
+    "ours-bf16": OURS_BF16,
 }
 # Ranks in two namespaces of one host could share memory, which no two hosts can: only sockets.
-LINK_ROWS = ("ddp-fused", "zero-fused", "fsdp2", "ours-pairwise")
+LINK_ROWS = ("ddp-fused", "zero-fused", "fsdp2", "ours-pairwise", "ours-overlap", "ours-bf16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,4 +107,5 @@ GOALS = (
     Goal("stage 1", OURS_STAGE_1, TORCH_ZERO_FUSED, False, times=1.2, ranks=(4,)),
     Goal("stage 2, same host", OURS_SHARED, DDP_FUSED, False, memory=0.55, ranks=(2,)),
     Goal("stage 2, sockets", OURS_PAIRWISE, DDP_FUSED, False, memory=0.55, ranks=(2,)),
+    Goal("shared parameters", OURS_ONE_COPY, DDP_FUSED, False, memory=0.45, ranks=(2,)),
 )

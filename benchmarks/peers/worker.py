@@ -51,6 +51,10 @@ def make_ddp(model: torch.nn.Module, bucket_view: bool = True, **defaults) -> Co
 
 def make_zero(model: torch.nn.Module, ours: bool, ddp: bool, **options) -> Contestant:
     """Torch's class or ours, under DDP or (our stage 2) without."""
+    if "gradient_dtype" in options:
+        options["gradient_dtype"] = getattr(torch, options["gradient_dtype"])
+    if options.get("overlap_forward"):
+        options["overlap_forward"] = model
     from torch.nn.parallel import DistributedDataParallel
 
     if ours:

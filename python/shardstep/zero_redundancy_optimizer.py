@@ -358,7 +358,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 module.register_forward_pre_hook(wait_for_whole)
 
         watch(root)
-        root.register_state_dict_pre_hook(wait_for_whole)
+        root.register_state_dict_pre_hook(wait_for_whole)  # type: ignore[no-untyped-call]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients. After a backward pass that threw, call it on every rank."""
