@@ -1,6 +1,7 @@
 #include <cstring>
 #include <map>
 
+#include "copy_past_caches.h"
 #include "exchanges.h"
 #include "pending_works.h"
 #include "rank_order_sum.h"
@@ -73,8 +74,9 @@ void copy_in(const std::vector<at::Tensor>& tensors, std::byte* to,
       place.copy_(tensor);
       to += place.nbytes();
     } else {
-      std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
-      to += tensor.nbytes();
+      const auto bytes = static_cast<int64_t>(tensor.nbytes());
+      copy_past_caches(to, static_cast<const std::byte*>(tensor.const_data_ptr()), bytes);
+      to += bytes;
     }
   }
 }
@@ -103,7 +105,7 @@ class Cursor {
   }
   void write(const std::byte* from, int64_t bytes) {
     advance(bytes, [&](std::byte* at, int64_t size) {
-      std::memcpy(at, from, size);
+      copy_past_caches(at, from, size);
       from += size;
     });
   }

@@ -224,6 +224,11 @@ std::shared_ptr<std::byte> SharedMemory::allocate(int64_t key, int64_t bytes) {
     return found;
   };
   wait_until(done, 0, [] { return std::string("a turn to share memory"); });
+  if (!memory && error == 0) {
+    const auto lost = who_is_gone(-1, /*anyone=*/true);
+    TORCH_CHECK(!lost, "shardstep: rank ", *lost, " (process ", pids_[*lost],
+                ") is gone, and its memory with it", who(group_));
+  }
   TORCH_CHECK(memory, "shardstep: expected room for ", bytes,
               " bytes of shared memory on this host, got: ",
               error ? std::strerror(error) : "memory that this rank cannot map",
