@@ -151,7 +151,7 @@ class NativeReduction : public Reduction {
   }
 
   // The backend does not say.
-  bool ready() override { return false; }
+  bool ready(std::chrono::milliseconds) override { return false; }
 
   at::Tensor finish() override {
     pending_->wait();

@@ -226,8 +226,8 @@ class PairwiseReduction : public Reduction {
                                        std::move(into), options_);
   }
 
-  bool ready() override {
-    return added_up_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  bool ready(std::chrono::milliseconds patience) override {
+    return added_up_.wait_for(patience) == std::future_status::ready;
   }
 
   at::Tensor finish() override {

@@ -259,9 +259,10 @@ class SharedMemoryExchange : public Exchange {
     ++area.rounds;
   }
 
-  bool everyone_posted(Area& area) {
+  bool everyone_posted(Area& area, std::chrono::milliseconds patience) {
+    const auto end = std::chrono::steady_clock::now() + patience;
     for (int other = 0; other < world_size(); ++other) {
-      if (!SharedMemory::reached(area.posted(other), area.rounds)) return false;
+      if (!shared_->reaches(area.posted(other), area.rounds, other, end)) return false;
     }
     return true;
   }
@@ -393,7 +394,9 @@ class SharedMemoryReduction : public Reduction {
     own_ = std::move(parts[rank_]);
   }
 
-  bool ready() override { return exchange_.everyone_posted(*area_); }
+  bool ready(std::chrono::milliseconds patience) override {
+    return exchange_.everyone_posted(*area_, patience);
+  }
 
   at::Tensor finish() override {
     std::vector<at::Tensor> into;

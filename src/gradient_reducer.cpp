@@ -94,8 +94,18 @@ void GradientReducer::on_gradient(Bucket& bucket, Watched& param) {
   if (param.ready) return;
   param.ready = true;
   if (--bucket.waiting_for == 0) post_ready(bucket);
+  take_sums();
+}
+
+// Those that are there. Gradients live until they are added up, so a rank that is far ahead of what
+// the others and the network can do waits a little; not for ever, since another may have its
+// buckets in another order and wait for this one.
+void GradientReducer::take_sums() {
+  constexpr size_t kAhead = 3;
+  constexpr std::chrono::milliseconds kNone{0}, kPatience{50};
   for (size_t i = 0; i < under_way_.size();) {
-    if (under_way_[i]->reduction->ready()) {
+    const bool ahead = i == 0 && under_way_.size() > kAhead;
+    if (under_way_[i]->reduction->ready(ahead ? kPatience : kNone)) {
       take_sum(*under_way_[i]);
     } else {
       ++i;

@@ -266,6 +266,18 @@ void SharedMemory::wait(const SharedCount& count, uint32_t value, int rank,
   wait_until([&] { return reached(count, value); }, rank, what);
 }
 
+bool SharedMemory::reaches(const SharedCount& count, uint32_t value, int rank,
+                           Clock::time_point end) {
+  auto& bell = bells_[rank]->value;
+  for (;;) {
+    const uint32_t rung = bell.load(std::memory_order_acquire);
+    if (reached(count, value)) return true;
+    const auto left = end - Clock::now();
+    if (left <= Clock::duration::zero()) return false;
+    futex_wait(bell, rung, left);
+  }
+}
+
 void SharedMemory::wait_until(const std::function<bool()>& reached, int rank,
                               const std::function<std::string()>& what) {
   constexpr auto kLook = std::chrono::milliseconds(100);  // for ranks that are gone

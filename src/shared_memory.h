@@ -44,6 +44,9 @@ class SharedMemory {
   // group's timeout has passed. `what` says what is waited for: "the gradients of bucket 3".
   void wait(const SharedCount& count, uint32_t value, int rank,
             const std::function<std::string()>& what);
+  // Whether it has by `end`.
+  bool reaches(const SharedCount& count, uint32_t value, int rank,
+               std::chrono::steady_clock::time_point end);
   static bool reached(const SharedCount& count, uint32_t value) {
     // Counts wrap around.
     return static_cast<int32_t>(count.value.load(std::memory_order_acquire) - value) >= 0;

@@ -81,8 +81,7 @@ def run_case(
             arguments = ["--maker", row.maker, "--options", json.dumps(row.options)]
             arguments += ["--layers", str(case.layers), "--iterations", str(case.iterations)]
             try:
-                environment = environments[row.deepspeed].with_variables(row.variables)
-                turn[row.name] = run_ranks(place, environment, arguments, timeout)
+                turn[row.name] = run_ranks(place, environments[row.deepspeed], arguments, timeout)
             except TurnFailed as error:
                 progress(f"{where}: left out, {error}")
                 rows.remove(row)

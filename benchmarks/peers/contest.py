@@ -4,8 +4,6 @@ import dataclasses
 from typing import Any
 
 FUSED = {"fused": True}
-# torch asks the kernel for huge pages: the gradients of every backward pass are fresh memory.
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 OURS = {"ours": True, "ddp": False, "stage": 2, "sharding": "element", **FUSED}
 
 
@@ -17,22 +15,15 @@ class Row:
     maker: str
     options: dict[str, Any]
     deepspeed: bool = False  # runs in DeepSpeed's environment
-    variables: dict[str, str] = dataclasses.field(default_factory=dict)  # of the environment
 
 
 FLOOR = Row("compute alone", "compute", {})
 DDP_FUSED = Row("DDP, fused Adam", "ddp", FUSED)
-DDP_HUGE_PAGES = dataclasses.replace(
-    DDP_FUSED, name=f"{DDP_FUSED.name}, huge pages", variables=HUGE_PAGES
-)
 DDP_FUSED_COPY = Row("DDP, fused Adam, no bucket view", "ddp", {"bucket_view": False, **FUSED})
 TORCH_ZERO_FUSED = Row("torch ZeRO, fused Adam", "zero", {"ours": False, "ddp": True, **FUSED})
 FSDP2 = Row("FSDP2, fused Adam", "fsdp2", {})
 OURS_STAGE_1 = Row("ours, stage 1, fused Adam", "zero", {"ours": True, "ddp": True, **FUSED})
 OURS_SHARED = Row("ours, stage 2, shared memory", "zero", {**OURS, "exchange": "shared_memory"})
-OURS_HUGE_PAGES = dataclasses.replace(
-    OURS_SHARED, name=f"{OURS_SHARED.name}, huge pages", variables=HUGE_PAGES
-)
 OURS_ONE_COPY = Row(
     "ours, stage 2, shared parameters",
     "zero",
@@ -61,7 +52,6 @@ ROWS = {
     "ddp": Row("DDP, Adam", "ddp", {}),
     "ddp-fused": DDP_FUSED,
     "ddp-fused-copy": DDP_FUSED_COPY,
-    "ddp-fused-huge": DDP_HUGE_PAGES,
     "zero": Row("torch ZeRO, Adam", "zero", {"ours": False, "ddp": True}),
     "zero-fused": TORCH_ZERO_FUSED,
     "fsdp2": FSDP2,
@@ -69,7 +59,6 @@ ROWS = {
     "deepspeed-2": Row("DeepSpeed ZeRO-2, fused Adam", "deepspeed", {"stage": 2}, deepspeed=True),
     "ours-1": OURS_STAGE_1,
     "ours-shared": OURS_SHARED,
-    "ours-shared-huge": OURS_HUGE_PAGES,
     "ours-one-copy": OURS_ONE_COPY,
     "ours-shared-bf16": OURS_SHARED_BF16,
     "ours-pairwise": OURS_PAIRWISE,

@@ -34,9 +34,6 @@ class Environment:
     python: Path
     variables: dict[str, str]
 
-    def with_variables(self, variables: dict[str, str]) -> "Environment":
-        return Environment(self.python, {**self.variables, **variables})
-
 
 def run_ranks(
     place: Place, environment: Environment, arguments: list[str], timeout: float

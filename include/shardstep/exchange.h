@@ -7,6 +7,7 @@
 // exchange says so.
 // Thread safety: one thread at a time an exchange.
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -57,8 +58,8 @@ class SHARDSTEP_API Reduction {
   // Starts a round: parts[r] goes to rank r. They are dropped as soon as they are not needed.
   // `squares` asks for squares(). REQUIRES: the last round was released.
   virtual void post(Parts parts, bool squares) = 0;
-  // Whether finish() would return at once.
-  virtual bool ready() = 0;
+  // Whether finish() would return at once; waits for that, but not longer than `patience`.
+  virtual bool ready(std::chrono::milliseconds patience) = 0;
   // The sum of what this rank owns over all ranks, divided; parts side by side in one 1-D tensor,
   // which is lent until release().
   virtual at::Tensor finish() = 0;

@@ -101,6 +101,7 @@ class SHARDSTEP_API GradientReducer {
   void end_round();
   void post_ready(Bucket& bucket);
   void post(Bucket& bucket);
+  void take_sums();
   void take_sum(Bucket& bucket);
 
   std::mutex mutex_;  // gradients on several devices come from several threads
