@@ -149,8 +149,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             no DDP is needed.
         sharding: "parameter": every parameter belongs to one rank. "element": every rank owns
             equally many elements, and dtypes may be mixed.
-        exchange: "auto", "native" (c10d's collectives), "pairwise", or "shared_memory" (ranks of
-            one host, tensors on the CPU).
+        exchange: "native" (c10d's collectives), "pairwise" (messages between every two ranks),
+            "shared_memory" (ranks of one host, tensors on the CPU), or "auto": on Gloo shared
+            memory if it can be, else pairwise; native elsewhere.
         bucket_cap_mb: buckets of at most this size, 0 for no limit; a bucket moves at a time. None
             is no limit in stage 1, 25 in stage 2.
         share_parameters: in stage 2, with ranks on one host: one copy of the parameters for all of
