@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch.optim import Optimizer
 from shardstep._C import LocalParam, OverlappedStep, ShardEngine
 from shardstep._overlap import _DDPBucketAssignment, _OverlapInfo, _OverlapStatus
 from shardstep._state import from_engine, to_engine
+
+if TYPE_CHECKING:
+    from shardstep._sharded_state import StateTemplates
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -163,6 +166,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         self.initialized = False
         self._stage = stage
+        self._sharding = sharding
         group: Any = process_group if process_group is not None else dist.group.WORLD
         self.process_group = group
         self.world_size = dist.get_world_size(group)
@@ -453,13 +457,81 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for position, local in enumerate(self._local)
             if local.index in cut
         }
+        self._adopt(own | extra, groups)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, for torch.distributed.checkpoint to save or load into.
+
+        Nothing is gathered or copied: loading writes into the state that there is, and makes what
+        there is not yet. Hand what was loaded to load_sharded_state_dict.
+        """
+        from shardstep._sharded_state import shard_values
+
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        states = self.optim.state_dict()["state"]
+        templates = self._state_templates(self.param_groups)
+        params = self._index_to_param
+        state = {}
+        for position, (group, local) in enumerate(self._local_by_group()):
+            state[str(local.index)] = (
+                shard_values(local, params[local.index], states[position])
+                if position in states
+                else templates.values(local, params[local.index], group)
+            )
+        # DCP takes a tuple as one value, which it loads as it was, whatever there is now.
+        extra = tuple((k, v) for k, v in states.items() if not isinstance(k, int))
+        groups = tuple(self._pack({})["param_groups"])
+        return {"state": state, "param_groups": groups, "extra": extra}
+
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a dict of sharded_state_dict that torch.distributed.checkpoint has loaded into.
+
+        It may have been saved at another world size and sharding. Raises ValueError that names what
+        does not fit.
+        """
+        from shardstep._sharded_state import ShardedState
+
+        groups, _ = self._fitting_groups(state_dict)
+        templates = self._state_templates(groups)
+        own = {}
+        for position, (group, local) in enumerate(self._local_by_group()):
+            values = {
+                name: value.local() if isinstance(value, ShardedState) else value
+                for name, value in state_dict["state"][str(local.index)].items()
+            }
+            if all(value is None for value in values.values()):
+                continue  # there was no state of this parameter
+            missing = templates.names(local, group) - values.keys()
+            if missing:
+                raise ValueError(
+                    f"shardstep: expected {', '.join(sorted(missing))} of parameter {local.index} "
+                    f"in the state, as the options of its group ask for, got {', '.join(values)} "
+                    f"(rank {self.rank} of {self.world_size})"
+                )
+            own[position] = values
+        self._adopt(own | dict(state_dict["extra"]), groups)
+
+    def _state_templates(self, groups: list[ParamGroup]) -> "StateTemplates":
+        from shardstep._sharded_state import StateTemplates
+
+        by_element = self._sharding == "element"
+        return StateTemplates(self._optimizer_class, self._arguments, groups, by_element)
+
+    def _local_by_group(self) -> Iterator[tuple[int, LocalParam]]:
+        """What this rank owns, in the local optimizer's order, with the group's number."""
+        for group in range(len(self.param_groups)):
+            for local in self.engine.local_params(group):
+                yield group, local
+
+    def _adopt(self, state: dict[Any, dict[str, Any]], groups: list[ParamGroup]) -> None:
+        """Gives the local optimizer its state, by position, and everyone the groups' options."""
         first = 0
         local_groups = []
         for group, local_group in zip(groups, self.optim.param_groups, strict=True):
             last = first + len(local_group["params"])
             local_groups.append({**group, "params": list(range(first, last))})
             first = last
-        self.optim.load_state_dict({"state": {**own, **extra}, "param_groups": local_groups})
+        self.optim.load_state_dict({"state": state, "param_groups": local_groups})
         self._sync_param_groups(groups, self.param_groups)
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
