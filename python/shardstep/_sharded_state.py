@@ -123,12 +123,9 @@ class ShardedState(torch.Tensor):
         )
 
 
-def _has_axes_of(owned: torch.Tensor, param: torch.Tensor, name: str, shape: torch.Size) -> bool:
-    """Whether a state tensor has one element for each that is owned of a parameter.
-
-    A step counter never has. All else has where the parameter has no axes.
-    """
-    return name != "step" and (shape == owned.shape or (param.dim() == 0 and shape.numel() == 1))
+def _is_divided(name: str, tensor: torch.Tensor, owned: torch.Tensor) -> bool:
+    """Whether a state tensor has one element for each that is owned. A step counter never has."""
+    return name != "step" and tensor.shape == owned.shape
 
 
 def _in_order_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +145,7 @@ def shard_values(
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             continue
         value = value.detach()
-        if _has_axes_of(local.tensor, param, name, value.shape):
+        if _is_divided(name, value, local.tensor):
             value = _in_order_of(local.tensor, value)
             part = _part_of_param(local, param, value)
             elements = value.as_strided((value.numel(),), (1,))
@@ -180,9 +177,8 @@ class StateTemplates:
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 part = _all_of(value)
-                if _has_axes_of(scratch, param, name, value.shape):
-                    like = local.tensor if value.shape == scratch.shape else value
-                    part = _part_of_param(local, param, like)
+                if _is_divided(name, value, scratch):
+                    part = _part_of_param(local, param, local.tensor)
                 sharded[name] = ShardedState(part, None, value.dtype, value.device)
         return sharded
 
