@@ -6,6 +6,7 @@ state travel, is the engine's.
 
 import contextlib
 import math
+import os
 import sys
 import warnings
 import weakref
@@ -19,7 +20,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as _TorchZeroRedunda
 from torch.distributed.optim.utils import functional_optim_map
 from torch.optim import Optimizer
 
-from shardstep._C import LocalParam, OverlappedStep, ShardEngine
+from shardstep._C import Checkpointer, LocalParam, OverlappedStep, ShardEngine
+from shardstep._checkpoint import (
+    Progress,
+    module_tensors,
+    parameter_names,
+    progress_of,
+    rng_states,
+    set_rng_states,
+)
 from shardstep._overlap import _DDPBucketAssignment, _OverlapInfo, _OverlapStatus
 from shardstep._state import from_engine, to_engine
 
@@ -122,7 +131,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimizer whose update and state are divided among the ranks of a group.
 
     A drop-in for torch.distributed.optim.ZeroRedundancyOptimizer. Collective: construction,
-    add_param_group, step and consolidate_state_dict, in the same order on every rank.
+    add_param_group, step, consolidate_state_dict and what saves and loads checkpoints, in the same
+    order on every rank.
 
     Args:
         params: tensors, or param groups (dicts).
@@ -204,6 +214,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.engine = ShardEngine(group)
             self.param_groups = []
         Joinable.__init__(self)
+        self._checkpointer = Checkpointer(self.engine)
         self._arguments = defaults
         self._tell_engine(0, error)
         self.optim = optimizer_class(self._local_groups(0), **defaults)
@@ -448,10 +459,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._check_shapes(positions[key], values)
                 whole[positions[key]] = to_engine(values)
         cut = self.engine.cut_state(whole)
-        own = {
-            position: from_engine(cut[local.index])
+        own = {index: from_engine(values) for index, values in cut.items()}
+        self._take(groups, own, extra)
+        self._sync_param_groups(groups, self.param_groups)
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _take(
+        self,
+        groups: list[ParamGroup],
+        state: dict[int, dict[str, Any]],
+        extra: dict[Any, Any] | None = None,
+    ) -> None:
+        """Hands the local optimizer its share of a state, by parameter index."""
+        own: dict[Any, Any] = {
+            position: state[local.index]
             for position, local in enumerate(self._local)
-            if local.index in cut
+            if local.index in state
         }
         first = 0
         local_groups = []
@@ -459,13 +484,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             last = first + len(local_group["params"])
             local_groups.append({**group, "params": list(range(first, last))})
             first = last
-        self.optim.load_state_dict({"state": {**own, **extra}, "param_groups": local_groups})
-        self._sync_param_groups(groups, self.param_groups)
-        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        own.update(extra or {})
+        self.optim.load_state_dict({"state": own, "param_groups": local_groups})
         self.state = self.optim.state
         self._consolidated = None
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _fitting_groups(
         self, state_dict: dict[str, Any]
@@ -509,6 +531,131 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 state = self.optim.state.get(local.tensor, {})
                 return {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
         return {}
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        module: torch.nn.Module | None = None,
+        extra: dict[str, Any] | None = None,
+        rng: bool = True,
+        asynchronous: bool = False,
+        progress: bool | Progress | None = None,
+    ) -> None:
+        """Writes a checkpoint: each rank what it owns. Waits for the last save first. Collective.
+
+        What was in the directory before stays until the new checkpoint is complete, also if this
+        fails; then every rank raises.
+
+        Args:
+            module: its parameters and buffers are saved too, and name the optimizer's parameters.
+            extra: small values of your own; rank 0's count. Numbers, strings, bools, None, small
+                tensors, and lists, tuples and dicts of these.
+            rng: saves torch's random generators of each rank.
+            asynchronous: return when this rank's shard is copied; a thread writes it. What goes
+                wrong then is raised by the next save_checkpoint or wait_checkpoint.
+            progress: called with bytes written and bytes in all of this rank's shard; True: a bar;
+                None: a bar on rank 0 if it has a terminal and the save takes long.
+        """
+        error: Exception | None = None
+        content: dict[str, Any] = {
+            "state": {},
+            "param_groups": [],
+            "names": [],
+            "module": [],
+            "rng": {},
+            "extra": extra,
+        }
+        try:
+            self._overlap_info.wait_for_broadcasts()
+            self._sync_param_groups(self.param_groups, self.optim.param_groups)
+            content["state"] = {
+                self._local[key].index if isinstance(key, int) else key: values
+                for key, values in self.optim.state_dict()["state"].items()
+            }
+            content["param_groups"] = self._pack({})["param_groups"]
+            content["names"] = parameter_names(self._index_of, self.param_groups, module)
+            content["module"] = module_tensors(module)
+            content["rng"] = rng_states() if rng else {}
+        except Exception as caught:
+            error = caught
+        try:
+            self._checkpointer.save(
+                os.fspath(directory),
+                **content,
+                background=asynchronous,
+                progress=None if asynchronous else progress_of(progress, directory, self.rank),
+                error=None if error is None else str(error),
+            )
+        except Exception as caught:
+            raise (error or caught) from None
+
+    def wait_checkpoint(self) -> None:
+        """Returns when the last save is complete, or raises what went wrong. Collective."""
+        self._checkpointer.wait()
+
+    def checkpoint_progress(self) -> tuple[int, int]:
+        """Bytes of this rank's shard that are written, and in all."""
+        return self._checkpointer.progress()
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        module: torch.nn.Module | None = None,
+        rng: bool = True,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint of any world size and sharding. Returns its `extra`. Collective.
+
+        Each rank reads what it needs, and verifies it. Raises ValueError that names what does not
+        fit or is damaged, on every rank, and has changed nothing then.
+
+        Args:
+            module: its parameters and buffers are loaded too.
+            rng: loads torch's random generators. At another world size, ranks that were not there
+                keep theirs.
+        """
+        error: Exception | None = None
+        tensors, names = [], []
+        try:
+            self._overlap_info.wait_for_broadcasts()
+            tensors = module_tensors(module)
+            names = parameter_names(self._index_of, self.param_groups, module)
+        except Exception as caught:
+            error = caught
+        try:
+            loaded = self._checkpointer.load(
+                os.fspath(directory),
+                param_groups=self._pack({})["param_groups"],
+                names=names,
+                module=tensors,
+                elementwise=isinstance(self.optim, _ELEMENTWISE),
+                error=None if error is None else str(error),
+            )
+        except Exception as caught:
+            raise (error or caught) from None
+        before = self.optim.state, self.optim.param_groups
+        try:
+            self._take(loaded["param_groups"], loaded["state"])
+        except Exception as caught:
+            error = caught
+        try:
+            self._checkpointer.share(None if error is None else str(error))
+        except Exception as caught:
+            self.optim.state, self.optim.param_groups = before
+            self.state = self.optim.state
+            raise (error or caught) from None
+        self._sync_param_groups(loaded["param_groups"], self.param_groups)
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        with torch.no_grad():
+            for (_, tensor, _), value in zip(tensors, loaded["module"], strict=True):
+                tensor.copy_(value)
+        if rng:
+            set_rng_states(loaded["rng"])
+        self._checkpoint_bytes_read = loaded["bytes_read"]
+        return loaded["extra"] or {}
 
     # -- Join --------------------------------------------------------------------------------------
 
