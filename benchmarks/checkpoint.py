@@ -77,6 +77,15 @@ class Ours:
         )
         make_state(self.optimizer, model)
 
+    def sharded(self, folder: str) -> Result:
+        return measure(lambda: self.optimizer.save_checkpoint(folder))
+
+    def asynchronous(self, folder: str) -> Result:
+        optimizer = self.optimizer
+        return measure(
+            lambda: optimizer.save_checkpoint(folder, asynchronous=True), optimizer.wait_checkpoint
+        )
+
     def consolidated(self, folder: str) -> Result:
         return measure(lambda: save_consolidated(self.optimizer, folder))
 
@@ -101,6 +110,8 @@ class Torchs:
 
 ROWS: dict[str, tuple[type, str]] = {
     TORCH: (Torchs, "consolidated"),
+    "ours, sharded": (Ours, "sharded"),
+    "ours, asynchronous": (Ours, "asynchronous"),
     "ours, consolidate + torch.save": (Ours, "consolidated"),
     "torch.distributed.checkpoint of ours": (Ours, "dcp"),
 }

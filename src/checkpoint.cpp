@@ -151,8 +151,12 @@ void Checkpoint::read_into(const std::string& name, Range elements, char* to) {
 at::Tensor Checkpoint::read(const std::string& name) {
   const auto& info = find(name);
   auto tensor = at::empty_strided(info.shape, info.strides(), info.dtype);
-  read_into(name, {0, info.numel()}, static_cast<char*>(tensor.mutable_data_ptr()));
+  read_to(name, tensor.mutable_data_ptr());
   return tensor;
+}
+
+void Checkpoint::read_to(const std::string& name, void* memory) {
+  read_into(name, {0, find(name).numel()}, static_cast<char*>(memory));
 }
 
 at::Tensor Checkpoint::read(const std::string& name, Range elements) {
@@ -170,7 +174,7 @@ void Checkpoint::verify(const std::string& name) {
   read_into(name, {0, find(name).numel()}, nullptr);
 }
 
-void Checkpoint::verify() {
+void Checkpoint::verify_headers() {
   // What the shards say of themselves makes the same index.
   const auto& index = files_->index;
   CheckpointIndex told;
@@ -197,11 +201,20 @@ void Checkpoint::verify() {
                         "shardstep: the header of ", files_->path(part.file), " does not say of ",
                         name, " what the index says");
     }
-    verify(name);
   }
 }
 
+void Checkpoint::verify() {
+  verify_headers();
+  for (const auto& item : index().tensors) verify(item.first);
+}
+
 StateDict Checkpoint::state_dict() {
+  return state_dict([this](const std::string& name) { return read(name); });
+}
+
+StateDict Checkpoint::state_dict(
+    const std::function<at::Tensor(const std::string& name)>& read) const {
   const auto& index = files_->index;
   StateDict dict;
   dict.param_groups = index.param_groups;

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "crc32.h"
+
 namespace shardstep::detail {
 namespace {
 
@@ -12,6 +14,7 @@ constexpr const char* kFormat = "shardstep checkpoint";
 constexpr int64_t kVersion = 1;
 constexpr size_t kIdDigits = 16;
 constexpr size_t kChecksumDigits = 8;
+constexpr std::string_view kChecksumKey = "{\"index_checksum\":\"";
 constexpr int64_t kHeaderAlignment = 64;
 constexpr int kMostRanks = 1 << 20;
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
@@ -39,6 +42,16 @@ std::vector<uint32_t> to_checksums(const std::string& text, const std::string& w
         static_cast<uint32_t>(std::stoul(text.substr(i, kChecksumDigits), nullptr, 16)));
   }
   return checksums;
+}
+
+// Throws ValueError unless the text of an index is the one that was written.
+void check_text(std::string_view text) {
+  const size_t begin = kChecksumKey.size() + kChecksumDigits + 2;
+  const auto rest = text.substr(std::min(begin, text.size()));
+  TORCH_CHECK_VALUE(
+      text.starts_with(kChecksumKey) &&
+          text.substr(kChecksumKey.size(), kChecksumDigits) == hex(crc32(rest.data(), rest.size())),
+      "it was changed since it was written: its checksum is another");
 }
 
 bool is_id(std::string_view text) {
@@ -149,9 +162,10 @@ Json parameters_to_json(const std::vector<CheckpointParameter>& parameters) {
   auto json = Json::array();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, shape, dtype] = parameters[i];
+    const auto what = c10::str("parameter ", i);
     json.push_back({{"name", name ? Json(*name) : Json()},
-                    {"shape", shape},
-                    {"dtype", dtype_name(dtype, c10::str("parameter ", i))}});
+                    {"shape", shape ? Json(*shape) : Json()},
+                    {"dtype", dtype ? Json(dtype_name(*dtype, what)) : Json()}});
   }
   return json;
 }
@@ -163,9 +177,12 @@ std::vector<CheckpointParameter> parameters_from_json(const Json& json) {
     auto& parameter = parameters.emplace_back();
     const auto& name = member(item, "name", what);
     if (!name.is_null()) parameter.name = to_string(name, what);
-    parameter.shape = to_ints(member(item, "shape", what), what);
-    parameter.dtype = dtype_named(to_string(member(item, "dtype", what), what), what);
-    checked_nbytes(parameter.shape, parameter.dtype, what);
+    const auto& shape = member(item, "shape", what);
+    const auto& dtype = member(item, "dtype", what);
+    if (shape.is_null() && dtype.is_null()) continue;
+    parameter.shape = to_ints(shape, what);
+    parameter.dtype = dtype_named(to_string(dtype, what), what);
+    checked_nbytes(*parameter.shape, *parameter.dtype, what);
   }
   return parameters;
 }
@@ -382,7 +399,9 @@ std::string index_to_text(const CheckpointIndex& index) {
   }
   auto& tensors = json["tensors"] = Json::object();
   for (const auto& [name, tensor] : index.tensors) tensors[name] = tensor_to_json(tensor, name);
-  return dump(json, "index") + "\n";
+  // The checksum comes first, and is that of the text behind it.
+  const auto rest = dump(json, "index").substr(1) + "\n";
+  return std::string(kChecksumKey) + hex(crc32(rest.data(), rest.size())) + "\"," + rest;
 }
 
 CheckpointIndex index_from_text(std::string_view text) {
@@ -391,6 +410,7 @@ CheckpointIndex index_from_text(std::string_view text) {
   TORCH_CHECK_VALUE(format != json.end() && *format == kFormat, "it is no index of a checkpoint");
   const auto version = to_int(member(json, "version", "index"), "version");
   TORCH_CHECK_VALUE(version == kVersion, "expected version ", kVersion, ", got ", version);
+  check_text(text);
   CheckpointIndex index;
   index.id = to_string(member(json, "id", "index"), "id");
   TORCH_CHECK_VALUE(is_id(index.id), "id: expected ", kIdDigits, " hexadecimal digits, got '",

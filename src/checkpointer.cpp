@@ -234,9 +234,10 @@ std::vector<int64_t> match(const ShardEngine& engine, const CheckpointIndex& ind
     TORCH_CHECK_VALUE(name.empty() || !theirs.name || *theirs.name == name,
                       "shardstep: expected parameter ", i, " to be ", name, ", got ",
                       theirs.name.value_or(""));
-    TORCH_CHECK_VALUE(param.sizes() == theirs.shape, "shardstep: expected parameter ", i,
-                      name.empty() ? "" : " (" + name + ")", " with shape ", param.sizes(),
-                      ", got ", theirs.shape);
+    TORCH_CHECK_VALUE(!theirs.shape || param.sizes() == *theirs.shape,
+                      "shardstep: expected parameter ", i, name.empty() ? "" : " (" + name + ")",
+                      " with shape ", param.sizes(), ", got ",
+                      theirs.shape.value_or(std::vector<int64_t>{}));
   }
   for (size_t g = 0; g < index.param_groups.size(); ++g) {
     check_options(target.param_groups[g].options, index.param_groups[g].options, g);

@@ -237,7 +237,7 @@ size_t checked_size(const std::string& path) {
 }  // namespace
 
 void write_state_dict(const StateDict& dict, const std::string& path) {
-  detail::write_state_dict(dict, path, [&](const c10::Storage&) -> at::Tensor {
+  detail::write_state_dict(dict, path, [&](const c10::Storage&, void*) {
     TORCH_CHECK_VALUE(false, "shardstep: cannot write ", path, ": a tensor on the meta device");
   });
 }
@@ -255,7 +255,7 @@ StateDict read_state_dict(const std::string& path) {
 namespace detail {
 
 void write_state_dict(const StateDict& dict, const std::string& path,
-                      const std::function<at::Tensor(const c10::Storage&)>& content) {
+                      const StorageContent& content) {
   PickleWriter pickle;
   std::string bytes;
   try {
@@ -283,11 +283,18 @@ void write_state_dict(const StateDict& dict, const std::string& path,
     put(".format_version", "1", 1);
     put(".storage_alignment", "64", 2);
     put("byteorder", kByteOrder, std::string_view(kByteOrder).size());
+    std::vector<char> buffer;  // one for all: malloc would keep pieces of many
     for (size_t i = 0; i < pickle.storages().size(); ++i) {
       const auto& storage = pickle.storages()[i];
-      auto host = host_bytes(storage.device().is_meta() ? content(storage).storage() : storage);
-      TORCH_INTERNAL_ASSERT(host.nbytes() == storage.nbytes());
-      put("data/" + std::to_string(i), host.const_data_ptr(), host.nbytes());
+      const auto name = "data/" + std::to_string(i);
+      if (storage.device().is_meta()) {
+        buffer.resize(std::max(buffer.size(), storage.nbytes()));
+        content(storage, buffer.data());
+        put(name, buffer.data(), storage.nbytes());
+      } else {
+        auto host = host_bytes(storage);
+        put(name, host.const_data_ptr(), host.nbytes());
+      }
     }
     records.writeEndOfFile();
   }

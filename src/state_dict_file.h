@@ -11,10 +11,12 @@
 
 namespace shardstep::detail {
 
-// Writes the file of shardstep/state_dict.h. `content` gives a tensor whose storage is to be
-// written in place of a meta tensor's; it is let go before the next one.
+// Puts what a meta storage stands for into memory that has room for it.
+using StorageContent = std::function<void(const c10::Storage&, void* memory)>;
+
+// Writes the file of shardstep/state_dict.h.
 void write_state_dict(const StateDict& dict, const std::string& path,
-                      const std::function<at::Tensor(const c10::Storage&)>& content);
+                      const StorageContent& content);
 
 // Reads one. Errors name the file.
 class StateDictFile {

@@ -53,10 +53,11 @@ struct CheckpointFile {
   int64_t bytes = 0;
 };
 
+// A parameter of the optimizer. What was made of a state dict knows neither shape nor dtype.
 struct CheckpointParameter {
   std::optional<std::string> name;
-  std::vector<int64_t> shape;
-  at::ScalarType dtype = at::kFloat;
+  std::optional<std::vector<int64_t>> shape;
+  std::optional<at::ScalarType> dtype;
 };
 
 // What index.json says.
@@ -94,14 +95,20 @@ class SHARDSTEP_API Checkpoint {
 
   // A whole tensor, in the memory order that it was saved in.
   at::Tensor read(const std::string& name);
+  // The same, into memory of the caller's that has room for it.
+  void read_to(const std::string& name, void* memory);
   // Some elements, in memory order and 1-D. Reads the blocks that hold them, and verifies these.
   at::Tensor read(const std::string& name, Range elements);
   // Throws ValueError unless every block of the tensor has its checksum.
   void verify(const std::string& name);
-  // Verifies all tensors, and that each shard is the safetensors file that the index says it is.
+  // Throws ValueError unless each shard is the safetensors file that the index says it is.
+  void verify_headers();
+  // Verifies the headers and all tensors.
   void verify();
   // The optimizer's whole state, as its state_dict() has it.
   StateDict state_dict();
+  // The same, with what `read` gives for a tensor's name.
+  StateDict state_dict(const std::function<at::Tensor(const std::string& name)>& read) const;
 
   // How many bytes of the shards were read so far.
   int64_t bytes_read() const;
@@ -138,5 +145,17 @@ class SHARDSTEP_API CheckpointWriter {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+// Hears how many bytes of tensors are done, of how many.
+using ConvertProgress = std::function<void(int64_t done, int64_t total)>;
+
+// Makes of the optimizer's state in a checkpoint the file that write_state_dict would make of it,
+// with one tensor in memory at a time.
+SHARDSTEP_API void export_state_dict(const std::string& directory, const std::string& path,
+                                     const ConvertProgress& progress = nullptr);
+// Makes a checkpoint of a file that Python's torch.save or write_state_dict made of a state dict,
+// with one tensor in memory at a time.
+SHARDSTEP_API void import_state_dict(const std::string& path, const std::string& directory,
+                                     const ConvertProgress& progress = nullptr);
 
 }  // namespace shardstep

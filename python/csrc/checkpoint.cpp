@@ -106,8 +106,9 @@ void bind_index(py::module_& module) {
   py::class_<CheckpointParameter>(module, "CheckpointParameter")
       .def_readonly("name", &CheckpointParameter::name)
       .def_readonly("shape", &CheckpointParameter::shape)
-      .def_property_readonly("dtype",
-                             [](const CheckpointParameter& p) { return dtype_object(p.dtype); });
+      .def_property_readonly("dtype", [](const CheckpointParameter& p) {
+        return p.dtype ? dtype_object(*p.dtype) : py::none();
+      });
 }
 
 void bind_reader(py::module_& module) {
@@ -151,6 +152,7 @@ void bind_reader(py::module_& module) {
       .def("verify", wrap_pybind_function_no_gil([](Checkpoint& c) { c.verify(); }))
       .def("verify", wrap_pybind_function_no_gil(
                          [](Checkpoint& c, const std::string& name) { c.verify(name); }))
+      .def("verify_headers", wrap_pybind_function_no_gil([](Checkpoint& c) { c.verify_headers(); }))
       .def("state_dict", wrap_pybind_function([](Checkpoint& c) {
              StateDict dict;
              {
@@ -201,6 +203,15 @@ void bind_writer(py::module_& module) {
                         [](CheckpointWriter& writer, const std::string& name,
                            const at::Tensor& tensor) { writer.write(name, tensor); }))
       .def("commit", wrap_pybind_function_no_gil([](CheckpointWriter& w) { w.commit(); }));
+}
+
+template <class Convert>
+void bind_converter(py::module_& module, const char* name, Convert convert) {
+  module.def(name,
+             wrap_pybind_function_no_gil(
+                 [convert](const std::string& source, const std::string& target,
+                           const ConvertProgress& progress) { convert(source, target, progress); }),
+             py::arg("source"), py::arg("target"), py::arg("progress") = nullptr);
 }
 
 using PyModule = std::vector<std::tuple<std::string, at::Tensor, bool>>;
@@ -313,6 +324,8 @@ void bind_checkpoint(py::module_& module) {
   bind_index(module);
   bind_reader(module);
   bind_writer(module);
+  bind_converter(module, "export_state_dict", export_state_dict);
+  bind_converter(module, "import_state_dict", import_state_dict);
   bind_checkpointer(module);
 }
 
