@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "crc32.h"
+
 namespace shardstep::detail {
 namespace {
 
@@ -12,6 +14,7 @@ constexpr const char* kFormat = "shardstep checkpoint";
 constexpr int64_t kVersion = 1;
 constexpr size_t kIdDigits = 16;
 constexpr size_t kChecksumDigits = 8;
+const std::string kChecksumKey = R"({"crc-32":")";
 constexpr int64_t kHeaderAlignment = 64;
 constexpr int kMostRanks = 1 << 20;
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
@@ -49,7 +52,7 @@ bool is_id(std::string_view text) {
 Range to_range(const Json& json, const std::string& what) {
   const auto ends = to_ints(json, what);
   TORCH_CHECK_VALUE(ends.size() == 2 && ends[0] <= ends[1], what,
-                    ": expected a begin and an end, got ", ends);
+                    ": expected a begin and an end, got ", at::IntArrayRef(ends));
   return {ends[0], ends[1]};
 }
 
@@ -179,7 +182,17 @@ void check_order(const CheckpointTensor& tensor, const std::string& name) {
     permutation = sorted[i] == static_cast<int64_t>(i);
   }
   TORCH_CHECK_VALUE(permutation, name, ": expected the order of ", tensor.shape.size(),
-                    " axes, got ", tensor.order);
+                    " axes, got ", at::IntArrayRef(tensor.order));
+}
+
+void check_text(std::string_view text) {
+  const auto begin = kChecksumKey.size() + kChecksumDigits + 2;
+  TORCH_CHECK_VALUE(text.starts_with(kChecksumKey) && text.size() > begin,
+                    "expected the key 'crc-32' first");
+  const auto rest = text.substr(begin);
+  TORCH_CHECK_VALUE(
+      text.substr(kChecksumKey.size(), kChecksumDigits) == hex(crc32(rest.data(), rest.size())),
+      "it is damaged: it has another checksum than when it was written");
 }
 
 // A stretch of a file that holds a part.
@@ -215,40 +228,6 @@ void check_tensor(const CheckpointIndex& index, const std::string& name,
   }
   TORCH_CHECK_VALUE(next == tensor.numel(), name, ": expected parts of all ", tensor.numel(),
                     " elements, got ", next);
-}
-
-void check_state(const CheckpointIndex& index) {
-  const auto count = static_cast<int64_t>(index.parameters.size());
-  std::vector<bool> seen(index.parameters.size());
-  for (size_t g = 0; g < index.param_groups.size(); ++g) {
-    for (int64_t param : index.param_groups[g].params) {
-      TORCH_CHECK_VALUE(param < count && !seen[param], "param group ", g, ": expected each of ",
-                        count, " parameters once, got ", param);
-      seen[param] = true;
-    }
-  }
-  TORCH_CHECK_VALUE(std::find(seen.begin(), seen.end(), false) == seen.end(), "expected each of ",
-                    count, " parameters in a param group");
-  size_t known = 0;
-  for (const auto& [param, keys] : index.state) {
-    TORCH_CHECK_VALUE(param < count, "expected state of ", count, " parameters, got that of ",
-                      param);
-    std::vector<std::string> sorted = keys;
-    std::sort(sorted.begin(), sorted.end());
-    TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
-                      "state of parameter ", param, ": expected every key once");
-    for (const auto& key : keys) {
-      const auto name = state_name(param, key);
-      TORCH_CHECK_VALUE(index.tensors.count(name) + index.values.count(name) == 1, name,
-                        ": expected a tensor or a value, got ",
-                        index.tensors.count(name) != 0 ? "both" : "neither");
-      ++known;
-    }
-  }
-  size_t stored = index.values.size();
-  for (const auto& [name, tensor] : index.tensors) stored += name.starts_with("state.") ? 1 : 0;
-  TORCH_CHECK_VALUE(stored == known, "expected ", known, " entries of the optimizer's state, got ",
-                    stored);
 }
 
 }  // namespace
@@ -347,6 +326,40 @@ void merge_shard(std::string_view text, int rank, int64_t file_bytes, Checkpoint
   }
 }
 
+void check_state(const CheckpointIndex& index) {
+  const auto count = static_cast<int64_t>(index.parameters.size());
+  std::vector<bool> seen(index.parameters.size());
+  for (size_t g = 0; g < index.param_groups.size(); ++g) {
+    for (int64_t param : index.param_groups[g].params) {
+      TORCH_CHECK_VALUE(param < count && !seen[param], "param group ", g, ": expected each of ",
+                        count, " parameters once, got ", param);
+      seen[param] = true;
+    }
+  }
+  TORCH_CHECK_VALUE(std::find(seen.begin(), seen.end(), false) == seen.end(), "expected each of ",
+                    count, " parameters in a param group");
+  size_t known = 0;
+  for (const auto& [param, keys] : index.state) {
+    TORCH_CHECK_VALUE(param < count, "expected state of ", count, " parameters, got that of ",
+                      param);
+    std::vector<std::string> sorted = keys;
+    std::sort(sorted.begin(), sorted.end());
+    TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
+                      "state of parameter ", param, ": expected every key once");
+    for (const auto& key : keys) {
+      const auto name = state_name(param, key);
+      TORCH_CHECK_VALUE(index.tensors.count(name) + index.values.count(name) == 1, name,
+                        ": expected a tensor or a value, got ",
+                        index.tensors.count(name) != 0 ? "both" : "neither");
+      ++known;
+    }
+  }
+  size_t stored = index.values.size();
+  for (const auto& [name, tensor] : index.tensors) stored += name.starts_with("state.") ? 1 : 0;
+  TORCH_CHECK_VALUE(stored == known, "expected ", known, " entries of the optimizer's state, got ",
+                    stored);
+}
+
 void check_index(const CheckpointIndex& index) {
   std::vector<std::vector<Extent>> extents(index.files.size());
   for (const auto& [name, tensor] : index.tensors) check_tensor(index, name, tensor, extents);
@@ -382,7 +395,8 @@ std::string index_to_text(const CheckpointIndex& index) {
   }
   auto& tensors = json["tensors"] = Json::object();
   for (const auto& [name, tensor] : index.tensors) tensors[name] = tensor_to_json(tensor, name);
-  return dump(json, "index") + "\n";
+  const auto rest = dump(json, "index").substr(1) + "\n";
+  return kChecksumKey + hex(crc32(rest.data(), rest.size())) + "\"," + rest;
 }
 
 CheckpointIndex index_from_text(std::string_view text) {
@@ -391,6 +405,7 @@ CheckpointIndex index_from_text(std::string_view text) {
   TORCH_CHECK_VALUE(format != json.end() && *format == kFormat, "it is no index of a checkpoint");
   const auto version = to_int(member(json, "version", "index"), "version");
   TORCH_CHECK_VALUE(version == kVersion, "expected version ", kVersion, ", got ", version);
+  check_text(text);
   CheckpointIndex index;
   index.id = to_string(member(json, "id", "index"), "id");
   TORCH_CHECK_VALUE(is_id(index.id), "id: expected ", kIdDigits, " hexadecimal digits, got '",
