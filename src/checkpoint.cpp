@@ -244,6 +244,12 @@ struct CheckpointWriter::State {
 CheckpointWriter::CheckpointWriter(const std::string& directory, CheckpointIndex index)
     : state_(std::make_unique<State>()) {
   detail::prepare_directory(directory);
+  try {
+    detail::check_state(index);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK_VALUE(false, "shardstep: cannot write ", directory, ": ",
+                      error.what_without_backtrace());
+  }
   detail::ShardContent content;
   for (auto& [name, tensor] : index.tensors) {
     detail::checked_nbytes(tensor.shape, tensor.dtype, "shardstep: " + name);
@@ -274,8 +280,9 @@ void CheckpointWriter::write(const std::string& name, const at::Tensor& tensor) 
                     "names, got ", name);
   const auto& info = state_->shard->content().parts[found->second].whole;
   TORCH_CHECK_VALUE(tensor.scalar_type() == info.dtype && tensor.sizes() == info.shape,
-                    "shardstep: expected ", name, " of ", info.dtype, " and sizes ", info.shape,
-                    ", got ", tensor.scalar_type(), " and ", tensor.sizes());
+                    "shardstep: expected ", name, " of ", info.dtype, " and sizes ",
+                    at::IntArrayRef(info.shape), ", got ", tensor.scalar_type(), " and ",
+                    tensor.sizes());
   at::NoGradGuard no_grad;
   const auto like = at::empty_strided(info.shape, info.strides(),
                                       at::TensorOptions(info.dtype).device(at::kMeta));
@@ -293,7 +300,12 @@ void CheckpointWriter::commit() {
                       " to be written before commit");
   }
   state_->shard->commit();
-  detail::commit_index(state_->directory, state_->index);
+  try {
+    detail::commit_index(state_->directory, state_->index);
+  } catch (...) {
+    fs::remove(fs::path(state_->directory) / detail::shard_name(state_->index.id, 0));
+    throw;
+  }
 }
 
 }  // namespace shardstep

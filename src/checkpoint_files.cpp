@@ -171,7 +171,12 @@ void commit_index(const std::string& directory, CheckpointIndex index) {
                        return a.elements.begin < b.elements.begin;
                      });
   }
-  check_index(index);
+  try {
+    check_index(index);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "shardstep: the shards in ", directory,
+                " do not fit together: ", error.what_without_backtrace());
+  }
   const auto text = index_to_text(index);
   ReplacingFile file((fs::path(directory) / kIndexName).string());
   file.write(text.data(), text.size());

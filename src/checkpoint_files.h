@@ -2,7 +2,6 @@
 
 // The files of a checkpoint: writing one shard, and the index that makes shards a checkpoint.
 
-#include <atomic>
 #include <functional>
 #include <string>
 #include <vector>

@@ -14,7 +14,7 @@ constexpr const char* kFormat = "shardstep checkpoint";
 constexpr int64_t kVersion = 1;
 constexpr size_t kIdDigits = 16;
 constexpr size_t kChecksumDigits = 8;
-constexpr std::string_view kChecksumKey = "{\"index_checksum\":\"";
+const std::string kChecksumKey = R"({"crc-32":")";
 constexpr int64_t kHeaderAlignment = 64;
 constexpr int kMostRanks = 1 << 20;
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
@@ -44,16 +44,6 @@ std::vector<uint32_t> to_checksums(const std::string& text, const std::string& w
   return checksums;
 }
 
-// Throws ValueError unless the text of an index is the one that was written.
-void check_text(std::string_view text) {
-  const size_t begin = kChecksumKey.size() + kChecksumDigits + 2;
-  const auto rest = text.substr(std::min(begin, text.size()));
-  TORCH_CHECK_VALUE(
-      text.starts_with(kChecksumKey) &&
-          text.substr(kChecksumKey.size(), kChecksumDigits) == hex(crc32(rest.data(), rest.size())),
-      "it was changed since it was written: its checksum is another");
-}
-
 bool is_id(std::string_view text) {
   return text.size() == kIdDigits &&
          text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
@@ -62,7 +52,7 @@ bool is_id(std::string_view text) {
 Range to_range(const Json& json, const std::string& what) {
   const auto ends = to_ints(json, what);
   TORCH_CHECK_VALUE(ends.size() == 2 && ends[0] <= ends[1], what,
-                    ": expected a begin and an end, got ", ends);
+                    ": expected a begin and an end, got ", at::IntArrayRef(ends));
   return {ends[0], ends[1]};
 }
 
@@ -196,7 +186,17 @@ void check_order(const CheckpointTensor& tensor, const std::string& name) {
     permutation = sorted[i] == static_cast<int64_t>(i);
   }
   TORCH_CHECK_VALUE(permutation, name, ": expected the order of ", tensor.shape.size(),
-                    " axes, got ", tensor.order);
+                    " axes, got ", at::IntArrayRef(tensor.order));
+}
+
+void check_text(std::string_view text) {
+  const auto begin = kChecksumKey.size() + kChecksumDigits + 2;
+  TORCH_CHECK_VALUE(text.starts_with(kChecksumKey) && text.size() > begin,
+                    "expected the key 'crc-32' first");
+  const auto rest = text.substr(begin);
+  TORCH_CHECK_VALUE(
+      text.substr(kChecksumKey.size(), kChecksumDigits) == hex(crc32(rest.data(), rest.size())),
+      "it is damaged: it has another checksum than when it was written");
 }
 
 // A stretch of a file that holds a part.
@@ -232,40 +232,6 @@ void check_tensor(const CheckpointIndex& index, const std::string& name,
   }
   TORCH_CHECK_VALUE(next == tensor.numel(), name, ": expected parts of all ", tensor.numel(),
                     " elements, got ", next);
-}
-
-void check_state(const CheckpointIndex& index) {
-  const auto count = static_cast<int64_t>(index.parameters.size());
-  std::vector<bool> seen(index.parameters.size());
-  for (size_t g = 0; g < index.param_groups.size(); ++g) {
-    for (int64_t param : index.param_groups[g].params) {
-      TORCH_CHECK_VALUE(param < count && !seen[param], "param group ", g, ": expected each of ",
-                        count, " parameters once, got ", param);
-      seen[param] = true;
-    }
-  }
-  TORCH_CHECK_VALUE(std::find(seen.begin(), seen.end(), false) == seen.end(), "expected each of ",
-                    count, " parameters in a param group");
-  size_t known = 0;
-  for (const auto& [param, keys] : index.state) {
-    TORCH_CHECK_VALUE(param < count, "expected state of ", count, " parameters, got that of ",
-                      param);
-    std::vector<std::string> sorted = keys;
-    std::sort(sorted.begin(), sorted.end());
-    TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
-                      "state of parameter ", param, ": expected every key once");
-    for (const auto& key : keys) {
-      const auto name = state_name(param, key);
-      TORCH_CHECK_VALUE(index.tensors.count(name) + index.values.count(name) == 1, name,
-                        ": expected a tensor or a value, got ",
-                        index.tensors.count(name) != 0 ? "both" : "neither");
-      ++known;
-    }
-  }
-  size_t stored = index.values.size();
-  for (const auto& [name, tensor] : index.tensors) stored += name.starts_with("state.") ? 1 : 0;
-  TORCH_CHECK_VALUE(stored == known, "expected ", known, " entries of the optimizer's state, got ",
-                    stored);
 }
 
 }  // namespace
@@ -364,6 +330,40 @@ void merge_shard(std::string_view text, int rank, int64_t file_bytes, Checkpoint
   }
 }
 
+void check_state(const CheckpointIndex& index) {
+  const auto count = static_cast<int64_t>(index.parameters.size());
+  std::vector<bool> seen(index.parameters.size());
+  for (size_t g = 0; g < index.param_groups.size(); ++g) {
+    for (int64_t param : index.param_groups[g].params) {
+      TORCH_CHECK_VALUE(param < count && !seen[param], "param group ", g, ": expected each of ",
+                        count, " parameters once, got ", param);
+      seen[param] = true;
+    }
+  }
+  TORCH_CHECK_VALUE(std::find(seen.begin(), seen.end(), false) == seen.end(), "expected each of ",
+                    count, " parameters in a param group");
+  size_t known = 0;
+  for (const auto& [param, keys] : index.state) {
+    TORCH_CHECK_VALUE(param < count, "expected state of ", count, " parameters, got that of ",
+                      param);
+    std::vector<std::string> sorted = keys;
+    std::sort(sorted.begin(), sorted.end());
+    TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
+                      "state of parameter ", param, ": expected every key once");
+    for (const auto& key : keys) {
+      const auto name = state_name(param, key);
+      TORCH_CHECK_VALUE(index.tensors.count(name) + index.values.count(name) == 1, name,
+                        ": expected a tensor or a value, got ",
+                        index.tensors.count(name) != 0 ? "both" : "neither");
+      ++known;
+    }
+  }
+  size_t stored = index.values.size();
+  for (const auto& [name, tensor] : index.tensors) stored += name.starts_with("state.") ? 1 : 0;
+  TORCH_CHECK_VALUE(stored == known, "expected ", known, " entries of the optimizer's state, got ",
+                    stored);
+}
+
 void check_index(const CheckpointIndex& index) {
   std::vector<std::vector<Extent>> extents(index.files.size());
   for (const auto& [name, tensor] : index.tensors) check_tensor(index, name, tensor, extents);
@@ -399,9 +399,8 @@ std::string index_to_text(const CheckpointIndex& index) {
   }
   auto& tensors = json["tensors"] = Json::object();
   for (const auto& [name, tensor] : index.tensors) tensors[name] = tensor_to_json(tensor, name);
-  // The checksum comes first, and is that of the text behind it.
   const auto rest = dump(json, "index").substr(1) + "\n";
-  return std::string(kChecksumKey) + hex(crc32(rest.data(), rest.size())) + "\"," + rest;
+  return kChecksumKey + hex(crc32(rest.data(), rest.size())) + "\"," + rest;
 }
 
 CheckpointIndex index_from_text(std::string_view text) {

@@ -46,10 +46,12 @@ ShardLayout layout_of(const ShardContent& content, const CheckpointIndex& index,
 // Adds what the header of a shard says to an index. Throws ValueError unless it is of that index.
 void merge_shard(std::string_view header, int rank, int64_t file_bytes, CheckpointIndex& index);
 
-// Throws ValueError unless an index is sound: every element of every tensor once, in a place of
-// its own.
+// Throws ValueError unless param groups and state name each parameter, tensor and value once.
+void check_state(const CheckpointIndex& index);
+// And unless every element of every tensor is there once, in a place of its own.
 void check_index(const CheckpointIndex& index);
 
+// The text is a JSON object whose first key, "crc-32", has the checksum of all that follows.
 std::string index_to_text(const CheckpointIndex& index);
 // Reads an index and checks it.
 CheckpointIndex index_from_text(std::string_view text);

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <filesystem>
@@ -24,20 +25,24 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kCutElements = 1 << 16;
 constexpr auto kPollShards = std::chrono::milliseconds(20);
 constexpr auto kTellProgress = std::chrono::milliseconds(100);
+// How long rank 0 waits for the other ranks' shards when it leaves; and when they were written, for
+// a file system of several hosts to show them.
 constexpr auto kLeave = std::chrono::seconds(10);
+constexpr auto kShow = std::chrono::seconds(60);
 
-// The same error, with who it happened to.
+// The same error, with whose it is and who it happened to.
 std::exception_ptr with_rank(const std::exception_ptr& error, const std::string& who) {
+  auto text = [&](const c10::Error& caught) {
+    const std::string found = caught.what_without_backtrace();
+    return (found.starts_with("shardstep: ") ? "" : "shardstep: ") + found +
+           (found.ends_with(who) ? "" : who);
+  };
   try {
     std::rethrow_exception(error);
   } catch (const c10::ValueError& caught) {
-    const std::string text = caught.what_without_backtrace();
-    if (text.find(who) != std::string::npos) return error;
-    return std::make_exception_ptr(c10::ValueError({__func__, __FILE__, __LINE__}, text + who));
+    return std::make_exception_ptr(c10::ValueError({__func__, __FILE__, __LINE__}, text(caught)));
   } catch (const c10::Error& caught) {
-    const std::string text = caught.what_without_backtrace();
-    if (text.find(who) != std::string::npos) return error;
-    return std::make_exception_ptr(c10::Error({__func__, __FILE__, __LINE__}, text + who));
+    return std::make_exception_ptr(c10::Error({__func__, __FILE__, __LINE__}, text(caught)));
   } catch (...) {
     return error;
   }
@@ -237,7 +242,7 @@ std::vector<int64_t> match(const ShardEngine& engine, const CheckpointIndex& ind
     TORCH_CHECK_VALUE(!theirs.shape || param.sizes() == *theirs.shape,
                       "shardstep: expected parameter ", i, name.empty() ? "" : " (" + name + ")",
                       " with shape ", param.sizes(), ", got ",
-                      theirs.shape.value_or(std::vector<int64_t>{}));
+                      at::IntArrayRef(theirs.shape.value_or(std::vector<int64_t>{})));
   }
   for (size_t g = 0; g < index.param_groups.size(); ++g) {
     check_options(target.param_groups[g].options, index.param_groups[g].options, g);
@@ -283,7 +288,7 @@ NamedValues read_state(Checkpoint& checkpoint, const ShardEngine& engine, const 
     }
     TORCH_CHECK_VALUE(info.shape.empty() || (!elementwise && sharding == Sharding::kParameter),
                       "shardstep: expected ", key, " of parameter ", local.index, " with shape ",
-                      param.sizes(), ", got ", info.shape);
+                      param.sizes(), ", got ", at::IntArrayRef(info.shape));
     values.insert(key, checkpoint.read(name));
   }
   return values;
@@ -298,7 +303,8 @@ void read_module(Checkpoint& checkpoint, const CheckpointTarget& target, LoadedC
     TORCH_CHECK_VALUE(found != tensors.end(), "shardstep: expected the module's ", name,
                       ", got a checkpoint without it");
     TORCH_CHECK_VALUE(tensor.sizes() == found->second.shape, "shardstep: expected the module's ",
-                      name, " with shape ", tensor.sizes(), ", got ", found->second.shape);
+                      name, " with shape ", tensor.sizes(), ", got ",
+                      at::IntArrayRef(found->second.shape));
     asked[found->first] = true;
   }
   for (const auto& [name, tensor] : tensors) {
@@ -336,7 +342,6 @@ LoadedCheckpoint read_checkpoint_for(const ShardEngine& engine, Checkpoint& chec
          target.param_groups[g].params});
   }
   loaded.extra = index.extra;
-  loaded.bytes_read = checkpoint.bytes_read();
   return loaded;
 }
 
@@ -355,10 +360,7 @@ class Checkpointer::Job {
         options_(options) {
     for (const auto& part : shard_.parts) total_ += static_cast<int64_t>(part.tensor.nbytes());
   }
-  ~Job() {
-    leave();
-    if (thread_.joinable()) thread_.join();
-  }
+  ~Job() { finish(); }
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
@@ -388,7 +390,7 @@ class Checkpointer::Job {
     } catch (...) {
       error = with_rank(std::current_exception(), who());
     }
-    finish(shard_done_, shard_error_, error);
+    done(shard_done_, shard_error_, error);
   }
 
   // REQUIRES: rank 0, after write_shard.
@@ -401,7 +403,7 @@ class Checkpointer::Job {
     } catch (...) {
       error = with_rank(std::current_exception(), who());
     }
-    finish(index_done_, index_error_, error);
+    done(index_done_, index_error_, error);
   }
 
   bool in_background() const { return thread_.joinable(); }
@@ -425,11 +427,15 @@ class Checkpointer::Job {
     cancelled_ = true;
     changed_.notify_all();
   }
-  // From here on other ranks' shards are waited for only some seconds.
-  void leave() {
+  // From here on other ranks' shards are waited for only this long.
+  void hurry(std::chrono::seconds limit) {
     const std::lock_guard lock(mutex_);
-    deadline_ = std::min(deadline_, Clock::now() + kLeave);
+    deadline_ = std::min(deadline_, Clock::now() + limit);
     changed_.notify_all();
+  }
+  void finish() {
+    hurry(kLeave);
+    if (thread_.joinable()) thread_.join();
   }
   // REQUIRES: no rank will write the index of this save.
   void remove_shard() {
@@ -439,12 +445,13 @@ class Checkpointer::Job {
   }
 
   CheckpointProgress progress() const { return {written_.load(), total_}; }
+  const std::string& directory() const { return directory_; }
 
  private:
   std::string who() const { return c10::str(" (rank ", rank_, " of ", head_.world_size, ")"); }
-  void finish(bool& done, std::exception_ptr& result, const std::exception_ptr& error) {
+  void done(bool& flag, std::exception_ptr& result, const std::exception_ptr& error) {
     const std::lock_guard lock(mutex_);
-    done = true;
+    flag = true;
     result = error;
     changed_.notify_all();
   }
@@ -473,7 +480,7 @@ class Checkpointer::Job {
       }
       TORCH_CHECK(!cancelled_, "shardstep: the save to ", directory_, " was given up");
       TORCH_CHECK(Clock::now() < deadline_, "shardstep: waited too long for the shard ",
-                  path.string(), " of rank ", rank);
+                  path.string(), " of rank ", rank, "; all ranks must see the same directory");
       changed_.wait_for(lock, kPollShards);
     }
   }
@@ -496,7 +503,7 @@ class Checkpointer::Job {
 };
 
 Checkpointer::Checkpointer(const ShardEngine& engine) : engine_(engine) {}
-Checkpointer::~Checkpointer() = default;
+Checkpointer::~Checkpointer() { finish(); }
 
 void Checkpointer::save(const std::string& directory, CheckpointContent content,
                         const SaveOptions& options, std::exception_ptr error) {
@@ -524,8 +531,12 @@ void Checkpointer::save(const std::string& directory, CheckpointContent content,
   }
   detail::agree(group, lines, error);
   head.id = agreed_id(group);
-  job_ =
+  auto job =
       std::make_shared<Job>(directory, std::move(head), std::move(shard), engine_.rank(), options);
+  {
+    const std::lock_guard lock(mutex_);
+    job_ = std::move(job);
+  }
   waited_ = false;
   if (options.mode == SaveMode::kBackground) {
     job_->start();
@@ -542,23 +553,32 @@ void Checkpointer::wait() {
   // A failure that all ranks know of means that there will be no index. If the ranks cannot talk,
   // there may be one, and the shards must stay: the next save removes them if need be.
   auto error = job_->shard_error();
+  std::optional<detail::Failure> failure;
   try {
-    auto failure = detail::first_failure(group, error);
+    failure = detail::first_failure(group, error);
     if (!failure) {
+      job_->hurry(kShow);
       error = job_->index_error();
       failure = detail::first_failure(group, error);
     }
-    if (!failure) return;
-    job_->remove_shard();
-    detail::throw_failure(group, *failure, error);
   } catch (...) {
     job_->cancel();
     if (error) std::rethrow_exception(error);
-    throw;
+    TORCH_CHECK(false, "shardstep: could not hear from every rank whether the checkpoint in ",
+                job_->directory(), " is complete: ", detail::message_of(std::current_exception()),
+                detail::who(group));
   }
+  if (!failure) return;
+  job_->remove_shard();
+  detail::throw_failure(group, *failure, error);
+}
+
+void Checkpointer::finish() {
+  if (job_) job_->finish();
 }
 
 CheckpointProgress Checkpointer::progress() const {
+  const std::lock_guard lock(mutex_);
   return job_ ? job_->progress() : CheckpointProgress{};
 }
 
@@ -574,6 +594,7 @@ LoadedCheckpoint Checkpointer::load(const std::string& directory, const Checkpoi
       Checkpoint checkpoint(directory);
       loaded = read_checkpoint_for(engine_, checkpoint, target);
       if (prepare) prepare(loaded);
+      bytes_read_ = checkpoint.bytes_read();
       lines.push_back("checkpoint " + checkpoint.index().id);
     } catch (...) {
       error = with_rank(std::current_exception(), detail::who(group));

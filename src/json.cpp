@@ -279,7 +279,7 @@ int64_t checked_nbytes(const std::vector<int64_t>& shape, at::ScalarType dtype,
   bool empty = false;
   for (int64_t size : shape) {
     TORCH_CHECK_VALUE(size >= 0 && std::max<int64_t>(size, 1) <= kMost / bytes, what,
-                      ": expected a tensor that can be, got the shape ", shape);
+                      ": expected a tensor that can be, got the shape ", at::IntArrayRef(shape));
     bytes *= std::max<int64_t>(size, 1);
     empty = empty || size == 0;
   }

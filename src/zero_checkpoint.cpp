@@ -113,10 +113,6 @@ void ZeroRedundancyOptimizer::save_checkpoint(const std::string& directory,
 
 void ZeroRedundancyOptimizer::wait_checkpoint() { checkpointer_->wait(); }
 
-CheckpointProgress ZeroRedundancyOptimizer::checkpoint_progress() const {
-  return checkpointer_->progress();
-}
-
 NamedValues ZeroRedundancyOptimizer::load_checkpoint(const std::string& directory,
                                                      const CheckpointOptions& options) {
   wait();

@@ -4,14 +4,14 @@
 // writes its own shard, rank 0 the index when all shards are there. Both faces use it.
 // Collective: save, wait, load and share. An error on one rank is an error on all; a save that
 // fails leaves the checkpoint that was there before. Thread safety: one thread at a time, but
-// progress() from any. Destruction does not communicate: it lets a save in the background end, and
-// on rank 0 waits some seconds for the other ranks' shards.
+// progress() from any. Destruction does not communicate: it is finish().
 
 #include <chrono>
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -73,7 +73,6 @@ struct LoadedCheckpoint {
   std::vector<at::Tensor> module;                   // in the target's order, on the CPU
   std::map<std::string, at::Tensor> rng;            // by device; empty if there was no such rank
   c10::IValue extra;
-  int64_t bytes_read = 0;  // of the shards, on this rank
 };
 
 class SHARDSTEP_API Checkpointer {
@@ -91,6 +90,9 @@ class SHARDSTEP_API Checkpointer {
   // Returns when the last save is complete on all ranks, or throws what went wrong. Collective.
   void wait();
   CheckpointProgress progress() const;
+  // Lets a save in the background end without asking the other ranks: rank 0 waits some seconds for
+  // their shards. To be sure of a checkpoint, call wait().
+  void finish();
 
   // Reads what this rank needs, and verifies it. `prepare` gets it before the ranks agree that all
   // is well; what it throws is an error on all ranks. Collective.
@@ -99,12 +101,16 @@ class SHARDSTEP_API Checkpointer {
                         std::exception_ptr error = nullptr);
   // Throws on every rank if one of them has an error. Collective.
   void share(const std::exception_ptr& error) const;
+  // How many bytes of the shards the last load() read on this rank.
+  int64_t bytes_read() const { return bytes_read_; }
 
  private:
   class Job;
   const ShardEngine& engine_;
+  mutable std::mutex mutex_;  // guards the pointer
   std::shared_ptr<Job> job_;  // the last save
   bool waited_ = true;        // for it
+  int64_t bytes_read_ = 0;
 };
 
 }  // namespace shardstep

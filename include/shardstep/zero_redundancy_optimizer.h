@@ -146,7 +146,9 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   void save_checkpoint(const std::string& directory, const CheckpointOptions& options = {});
   // Returns when the last save is complete, or throws what went wrong on any rank. Collective.
   void wait_checkpoint();
-  CheckpointProgress checkpoint_progress() const;
+  CheckpointProgress checkpoint_progress() const { return checkpointer_->progress(); }
+  // How many bytes of the shards the last load_checkpoint read on this rank.
+  int64_t checkpoint_bytes_read() const { return checkpointer_->bytes_read(); }
   // Loads a checkpoint of any world size and sharding; each rank reads what it needs. Returns what
   // was saved as `extra`. Throws ValueError that names what does not fit or is damaged, on every
   // rank, and has changed nothing. Collective.

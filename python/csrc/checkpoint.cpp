@@ -292,7 +292,6 @@ py::dict load(Checkpointer& checkpointer, const std::string& directory,
   result["module"] = loaded.module;
   result["rng"] = loaded.rng;
   result["extra"] = value_to_python(loaded.extra);
-  result["bytes_read"] = loaded.bytes_read;
   return result;
 }
 
@@ -304,6 +303,8 @@ void bind_checkpointer(py::module_& module) {
            py::arg("rng"), py::arg("extra"), py::arg("background"), py::arg("progress"),
            py::arg("error"))
       .def("wait", wrap_pybind_function_no_gil([](Checkpointer& c) { c.wait(); }))
+      .def("finish", wrap_pybind_function_no_gil([](Checkpointer& c) { c.finish(); }))
+      .def_property_readonly("bytes_read", &Checkpointer::bytes_read)
       .def("progress",
            [](const Checkpointer& c) {
              const auto progress = c.progress();

@@ -83,12 +83,15 @@ class Bar:
 
 
 def progress_of(
-    progress: bool | Progress | None, directory: str | os.PathLike[str], rank: int
+    progress: bool | Progress | None,
+    directory: str | os.PathLike[str],
+    rank: int,
+    asynchronous: bool,
 ) -> Progress | None:
     """What is called with bytes written and bytes in all. None: a bar on rank 0's terminal."""
     if callable(progress):
         return progress
-    if progress is None and not (rank == 0 and sys.stderr.isatty()):
+    if progress is None and (asynchronous or rank != 0 or not sys.stderr.isatty()):
         return None
     if progress is False:
         return None

@@ -219,6 +219,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.param_groups = []
         Joinable.__init__(self)
         self._checkpointer = Checkpointer(self.engine)
+        weakref.finalize(self, self._checkpointer.finish)  # also when the interpreter ends
         self._arguments = defaults
         self._tell_engine(0, error)
         self.optim = optimizer_class(self._local_groups(0), **defaults)
@@ -564,8 +565,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             rng: saves torch's random generators of each rank.
             asynchronous: return when this rank's shard is copied; a thread writes it. What goes
                 wrong then is raised by the next save_checkpoint or wait_checkpoint.
-            progress: called with bytes written and bytes in all of this rank's shard; True: a bar;
-                None: a bar on rank 0 if it has a terminal and the save takes long.
+            progress: called by the thread that writes, with bytes written and bytes in all of this
+                rank's shard. True: a bar. None: a bar on rank 0 if it has a terminal, the save
+                takes long and is not asynchronous.
         """
         error: Exception | None = None
         content: dict[str, Any] = {
@@ -594,7 +596,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 os.fspath(directory),
                 **content,
                 background=asynchronous,
-                progress=None if asynchronous else progress_of(progress, directory, self.rank),
+                progress=progress_of(progress, directory, self.rank, asynchronous),
                 error=None if error is None else str(error),
             )
         except Exception as caught:
@@ -662,8 +664,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 tensor.copy_(value)
         if rng:
             set_rng_states(loaded["rng"])
-        self._checkpoint_bytes_read = loaded["bytes_read"]
         return loaded["extra"] or {}
+
+    def checkpoint_bytes_read(self) -> int:
+        """How many bytes of the shards the last load_checkpoint read on this rank."""
+        return self._checkpointer.bytes_read
 
     # -- torch.distributed.checkpoint --------------------------------------------------------------
 

@@ -28,13 +28,13 @@ std::string read_file(const fs::path& path) {
 
 // The text of an index, with the checksum that belongs to it.
 std::string with_checksum(Json json) {
-  if (json.is_object()) json.erase("index_checksum");
+  if (json.is_object()) json.erase("crc-32");
   const auto text = json.dump(-1, ' ', false, Json::error_handler_t::replace);
   if (!json.is_object() || json.empty()) return text;
   const auto rest = text.substr(1);
   char digits[9];
   std::snprintf(digits, sizeof(digits), "%08x", detail::crc32(rest.data(), rest.size()));
-  return std::string("{\"index_checksum\":\"") + digits + "\"," + rest;
+  return std::string("{\"crc-32\":\"") + digits + "\"," + rest;
 }
 
 void write_file(const fs::path& path, const std::string& bytes) {
