@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardstep._progress import ProgressBar
+
 ModuleTensors = list[tuple[str, torch.Tensor, bool]]
 Progress = Callable[[int, int], object]
 
@@ -61,27 +63,6 @@ def set_rng_states(states: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-class Bar:
-    """Shows the progress of a save that takes long, on a terminal and if tqdm is there."""
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        self.bar = tqdm(
-            desc=f"saving {os.fspath(directory)}",
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            delay=1.0,
-        )
-
-    def __call__(self, written: int, total: int) -> None:
-        self.bar.total = total
-        self.bar.update(written - self.bar.n)
-        if written == total:
-            self.bar.close()
-
-
 def progress_of(
     progress: bool | Progress | None,
     directory: str | os.PathLike[str],
@@ -95,9 +76,4 @@ def progress_of(
         return None
     if progress is False:
         return None
-    try:
-        return Bar(directory)
-    except ImportError:
-        if progress:
-            raise
-        return None
+    return ProgressBar(f"saving {os.fspath(directory)}", always=progress is True).show
