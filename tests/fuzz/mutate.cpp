@@ -74,7 +74,11 @@ Json odd_value(Random& random) {
 // Many levels, which a careless reader climbs down one stack frame each.
 Json deep(Random& random) {
   Json json = 1;
-  for (size_t level = draw(random, 3000); level > 0; --level) json = Json::array({json});
+  for (size_t level = draw(random, 3000); level > 0; --level) {
+    auto outer = Json::array();
+    outer.push_back(std::move(json));
+    json = std::move(outer);
+  }
   return json;
 }
 
