@@ -63,6 +63,7 @@ bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
 	@$(BIN)/python benchmarks/ddp.py --build $(BUILD)
 	@$(MAKE) --no-print-directory install PREFIX=
 	@$(BIN)/python benchmarks/python_zero.py
+	@$(BIN)/python benchmarks/checkpoint.py
 
 bench-peers: install  ## Time ours beside DDP, torch's ZeRO, FSDP2, DeepSpeed (PEERS_ARGS="--help")
 	@$(BIN)/python benchmarks/peers $(PEERS_ARGS)

@@ -18,20 +18,16 @@ Medians over the turns; PSS is the largest. MB are 10^6 bytes.
 
 import argparse
 import dataclasses
-import datetime
-import gc
 import json
-import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workload import make_model, proc_bytes, tcp_bytes_sent
+from rank_processes import Ranks, fork_context, slowest
+from workload import ExtraMemory, make_model, proc_bytes, tcp_bytes_sent
 
 TORCH = "torch's ZeRO"
 OURS = {
@@ -48,7 +44,6 @@ ROWS = ("plain DDP", TORCH, *OURS)
 MODELS = ("linear", "transformer")
 OPTIMIZERS = {"adam": {}, "fused": {"fused": True}}
 WARM_UP = 2  # DDP rebuilds its buckets after the first backward pass
-TIMEOUT = 600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +87,6 @@ class Contestant:
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.optimizer = make_optimizer(row, model.parameters(), OPTIMIZERS[case.optimizer])
 
-    @staticmethod
-    def slowest(*seconds: float) -> list[float]:
-        import torch
-        import torch.distributed as dist
-
-        milliseconds = torch.tensor(seconds, dtype=torch.float64) * 1e3
-        dist.all_reduce(milliseconds, dist.ReduceOp.MAX)
-        return milliseconds.tolist()
-
     def iterate(self) -> dict[str, float]:
         import torch.distributed as dist
 
@@ -113,7 +99,7 @@ class Contestant:
         self.optimizer.step()
         end = time.perf_counter()
         sent, cpu = tcp_bytes_sent() - sent, time.process_time() - cpu
-        iteration, step = self.slowest(end - begin, end - stepping)
+        iteration, step = slowest(end - begin, end - stepping)
         pss = proc_bytes("smaps_rollup", "Pss")
         return {"iteration": iteration, "step": step, "cpu": cpu * 1e3, "sent": sent, "pss": pss}
 
@@ -122,85 +108,35 @@ class Contestant:
 
         if not hasattr(self.optimizer, "consolidate_state_dict"):
             return {}
-        gc.collect()
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-        resident = proc_bytes("status", "VmRSS")
+        memory = ExtraMemory()
         begin = time.perf_counter()
         self.optimizer.consolidate_state_dict(to=0)
-        [milliseconds] = self.slowest(time.perf_counter() - begin)
-        extra = proc_bytes("status", "VmHWM") - resident
-        return {"consolidate": milliseconds, "extra": extra}
-
-
-def rank_main(pipe, store: str, rank: int, row: str, case: Case) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, case.ranks),
-        rank=rank,
-        world_size=case.ranks,
-        timeout=datetime.timedelta(seconds=TIMEOUT),
-    )
-    contestant = Contestant(row, case)
-    while (order := pipe.recv()) != "end":
-        pipe.send(getattr(contestant, order)())
-    dist.destroy_process_group()
+        [milliseconds] = slowest(time.perf_counter() - begin)
+        return {"consolidate": milliseconds, "extra": memory.bytes()}
 
 
 # -- the parent ------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """The processes of a contestant."""
+def ranks_of(context, row: str, case: Case) -> Ranks:
+    return Ranks(context, case.ranks, Contestant, (row, case))
 
-    def __init__(self, context, row: str, case: Case):
-        self.row, self.case = row, case
-        self.folder = tempfile.TemporaryDirectory()
-        self.pipes, self.processes = [], []
-        for rank in range(case.ranks):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, f"{self.folder.name}/store", rank, row, case)
-            process = context.Process(target=rank_main, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
 
-    def order(self, what: str) -> dict[str, float]:
-        """Times, all ranks' processor time, and the largest rank's sizes."""
-        for pipe in self.pipes:
-            pipe.send(what)
-        try:
-            results = [pipe.recv() for pipe in self.pipes if pipe.poll(TIMEOUT)]
-        except EOFError:
-            results = []
-        if len(results) < len(self.pipes):
-            raise SystemExit(f"python_zero.py: {self.row} failed ({self.case})")
-        merged = dict(results[0])
-        if what == "iterate":
-            merged["cpu"] = sum(result["cpu"] for result in results)
-            for key in ("pss", "sent"):
-                merged[key] = max(result[key] for result in results)
-        elif merged:  # rank 0 is where the state goes
-            merged["target extra"] = merged["extra"]
-            merged["extra"] = max(result["extra"] for result in results[1:])
-        return merged
+def iterate(ranks: Ranks) -> dict[str, float]:
+    """Times, all ranks' processor time, and the largest rank's sizes."""
+    results = ranks.order("iterate")
+    largest = {key: max(result[key] for result in results) for key in ("pss", "sent")}
+    return results[0] | largest | {"cpu": sum(result["cpu"] for result in results)}
 
-    def __enter__(self) -> "Ranks":
-        return self
 
-    def __exit__(self, kind, *_: Any) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            if kind is None:
-                pipe.send("end")
-                process.join(10)
-            process.kill()
-            process.join()
-        self.folder.cleanup()
+def consolidate(ranks: Ranks) -> dict[str, float]:
+    """Rank 0 is where the state goes."""
+    results = ranks.order("consolidate")
+    if not results[0]:
+        return {}
+    extra = max(result["extra"] for result in results[1:])
+    return results[0] | {"extra": extra, "target extra": results[0]["extra"]}
 
 
 Turns = list[dict[str, float]]
@@ -221,24 +157,24 @@ class Duel:
 
 
 def fight(context, row: str, case: Case, turns: int) -> Duel:
-    with Ranks(context, TORCH, case) as torch, Ranks(context, row, case) as other:
+    with ranks_of(context, TORCH, case) as torch, ranks_of(context, row, case) as other:
         duel = Duel([], [], {})
         for turn in range(WARM_UP + turns):
             both = [(torch, duel.torch), (other, duel.other)]
             for ranks, results in both if turn % 2 else reversed(both):
-                result = ranks.order("iterate")
+                result = iterate(ranks)
                 if turn >= WARM_UP:
                     results.append(result)
-        duel.consolidated = other.order("consolidate")
+        duel.consolidated = consolidate(other)
         return duel
 
 
 def consolidate_torch(context, case: Case) -> dict[str, float]:
     """Once a table: it takes as long as all else together."""
-    with Ranks(context, TORCH, case) as torch:
+    with ranks_of(context, TORCH, case) as torch:
         for _ in range(WARM_UP):
-            torch.order("iterate")
-        return torch.order("consolidate")
+            iterate(torch)
+        return consolidate(torch)
 
 
 def summarize(turns: Turns, consolidated: dict[str, float]) -> dict[str, float]:
@@ -327,9 +263,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.optim", "shardstep"])
+    context = fork_context()
 
     cases = [
         Case(optimizer, model, ranks)

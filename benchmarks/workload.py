@@ -1,5 +1,6 @@
 """What the Python benchmarks train, and what they read of a rank's process."""
 
+import gc
 import os
 import socket
 import struct
@@ -37,6 +38,18 @@ def proc_bytes(file: str, field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise SystemExit(f"/proc/self/{file} has no {field}")
+
+
+class ExtraMemory:
+    """By how much the resident set has grown at its peak since this was made."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        self._before = proc_bytes("status", "VmRSS")
+
+    def bytes(self) -> int:
+        return proc_bytes("status", "VmHWM") - self._before
 
 
 def tcp_bytes_sent() -> int:

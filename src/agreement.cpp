@@ -1,7 +1,6 @@
 #include "agreement.h"
 
 #include <atomic>
-#include <optional>
 
 #include "who.h"
 
@@ -30,18 +29,6 @@ std::vector<std::string> split(const std::string& text) {
     lines.push_back(text.substr(begin, end - begin));
   }
   return lines;
-}
-
-std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& caught) {
-    return caught.what_without_backtrace();
-  } catch (const std::exception& caught) {
-    return caught.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
 }
 
 std::vector<std::string> all_gather_text(const ProcessGroupPtr& group, const std::string& own,
@@ -76,6 +63,18 @@ std::string first_difference(const std::vector<std::string>& texts) {
 }
 
 }  // namespace
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& caught) {
+    return caught.what_without_backtrace();
+  } catch (const std::exception& caught) {
+    return caught.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
 
 at::Device control_device(const ProcessGroupPtr& group) {
   const auto devices = group->getDeviceTypes();
@@ -131,6 +130,44 @@ int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& line
   TORCH_CHECK_VALUE(!failed, "shardstep: rank ", *failed, " failed with: ", texts[*failed],
                     who(group));
   TORCH_CHECK_VALUE(false, "shardstep: ", first_difference(texts), who(group));
+}
+
+std::optional<Failure> first_failure(const ProcessGroupPtr& group,
+                                     const std::exception_ptr& error) {
+  bool is_value_error = false;
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const c10::ValueError&) {
+    is_value_error = true;
+  } catch (...) {
+  }
+  const auto text = error ? message_of(error) : "";
+  if (group->getSize() == 1) {
+    if (!error) return std::nullopt;
+    return Failure{0, text, is_value_error};
+  }
+  const auto summaries = all_gather(
+      group, at::tensor({static_cast<int64_t>(error != nullptr),
+                         static_cast<int64_t>(is_value_error), static_cast<int64_t>(text.size())},
+                        at::kLong));
+  std::optional<Failure> failure;
+  std::vector<int64_t> sizes;
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    const auto* fields = summaries[rank].const_data_ptr<int64_t>();
+    if (fields[0] != 0 && !failure) failure = Failure{rank, "", fields[1] != 0};
+    sizes.push_back(fields[2]);
+  }
+  if (failure) failure->message = all_gather_text(group, text, sizes)[failure->rank];
+  return failure;
+}
+
+void throw_failure(const ProcessGroupPtr& group, const Failure& failure,
+                   const std::exception_ptr& error) {
+  if (error) std::rethrow_exception(error);
+  const auto message =
+      c10::str("shardstep: rank ", failure.rank, " failed with: ", failure.message, who(group));
+  TORCH_CHECK_VALUE(!failure.is_value_error, message);
+  TORCH_CHECK(false, message);
 }
 
 }  // namespace shardstep::detail

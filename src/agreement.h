@@ -3,6 +3,7 @@
 // Ranks compare what they were given before they exchange anything else.
 
 #include <exception>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,5 +23,23 @@ std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tenso
 // differ. Collective.
 int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& lines,
               const std::exception_ptr& error);
+
+// What went wrong on a rank.
+struct Failure {
+  int rank = 0;
+  std::string message;
+  bool is_value_error = false;
+};
+
+// The message of an exception.
+std::string message_of(const std::exception_ptr& error);
+
+// The failure of the first rank that hands in an error, on every rank; nothing if none does. Throws
+// only if the ranks cannot talk. Collective.
+std::optional<Failure> first_failure(const ProcessGroupPtr& group, const std::exception_ptr& error);
+
+// Throws on a rank what first_failure found: its own error, or one that names the rank.
+[[noreturn]] void throw_failure(const ProcessGroupPtr& group, const Failure& failure,
+                                const std::exception_ptr& error);
 
 }  // namespace shardstep::detail

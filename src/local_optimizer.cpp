@@ -8,11 +8,10 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <sstream>
-#include <string_view>
 
+#include "param_group_keys.h"
 #include "shardstep/optim/adagrad.h"
 #include "shardstep/optim/adam.h"
 #include "shardstep/optim/adamw.h"
@@ -24,14 +23,7 @@ namespace {
 
 namespace torch_optim = torch::optim;
 
-// What schedulers and named parameters leave in a param group: no optimizer reads it.
-constexpr std::array<std::string_view, 8> kForeignKeys = {
-    "initial_lr",    "max_lr",  "min_lr", "max_momentum",
-    "base_momentum", "base_lr", "swa_lr", "param_names"};
-
-bool is_foreign(std::string_view key) {
-  return std::find(kForeignKeys.begin(), kForeignKeys.end(), key) != kForeignKeys.end();
-}
+using detail::is_foreign;
 
 bool is_harmless(const c10::IValue& value) {
   return value.isNone() || (value.isBool() && !value.toBool());

@@ -253,7 +253,7 @@ PickleNodePtr PickleReader::tensor(const PickleNode& args) {
   TORCH_CHECK_VALUE(needed && std::max(*needed, offset) <= present, "a tensor of sizes ",
                     at::IntArrayRef(sizes), " and strides ", at::IntArrayRef(strides),
                     " at offset ", offset, " of a storage of ", present, " elements");
-  auto tensor = at::empty({0}, at::TensorOptions().dtype(storage.dtype));
+  auto tensor = at::empty({0}, at::TensorOptions(storage.dtype).device(storage.storage.device()));
   tensor.set_(storage.storage, offset, sizes, strides);
   const auto& grad = *args.items[4];
   if (grad.kind == Kind::kLeaf && grad.value.isBool() && grad.value.toBool()) {

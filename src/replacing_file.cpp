@@ -15,6 +15,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// What one call is asked to write: Linux takes no more than 2 GB.
+constexpr size_t kMostBytes = size_t{1} << 30;
+
 // A link stays a link: what it points to is replaced.
 std::string real_path(const std::string& path) {
   std::error_code error;
@@ -44,10 +47,9 @@ ReplacingFile::~ReplacingFile() {
 }
 
 void ReplacingFile::write(const void* data, size_t size) noexcept {
-  constexpr size_t kMost = size_t{1} << 30;
   const auto* next = static_cast<const char*>(data);
   while (size > 0 && write_error_ == 0) {
-    auto written = ::write(descriptor_, next, std::min(size, kMost));
+    auto written = ::write(descriptor_, next, std::min(size, kMostBytes));
     if (written >= 0) {
       next += written;
       size -= written;
@@ -59,6 +61,29 @@ void ReplacingFile::write(const void* data, size_t size) noexcept {
 
 void ReplacingFile::check() const {
   if (write_error_ != 0) fail("cannot write", write_error_);
+}
+
+void ReplacingFile::reserve(int64_t size) {
+  if (size == 0) return;
+  int result = 0;
+  do {
+    result = ::fallocate(descriptor_, 0, 0, size);
+  } while (result != 0 && errno == EINTR);
+  if (result != 0 && errno != EOPNOTSUPP && errno != ENOSYS) fail("cannot write", errno);
+}
+
+void ReplacingFile::write_at(int64_t offset, const void* data, size_t size) {
+  const auto* next = static_cast<const char*>(data);
+  while (size > 0) {
+    auto written = ::pwrite(descriptor_, next, std::min(size, kMostBytes), offset);
+    if (written >= 0) {
+      next += written;
+      offset += written;
+      size -= written;
+    } else if (errno != EINTR) {
+      fail("cannot write", errno);
+    }
+  }
 }
 
 void ReplacingFile::commit() {

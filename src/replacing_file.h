@@ -4,6 +4,7 @@
 // beside it. Not thread-safe; several may write to one path, the last to commit stays.
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace shardstep::detail {
@@ -20,6 +21,10 @@ class ReplacingFile {
   void write(const void* data, size_t size) noexcept;
   // Throws what went wrong in write().
   void check() const;
+  // Takes the room for `size` bytes, where the file system can say whether there is any.
+  void reserve(int64_t size);
+  // Writes to a place of its own. Throws what goes wrong.
+  void write_at(int64_t offset, const void* data, size_t size);
   // Makes what was written the file, durably.
   void commit();
 

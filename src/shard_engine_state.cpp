@@ -3,6 +3,7 @@
 
 #include "agreement.h"
 #include "shardstep/shard_engine.h"
+#include "state_layout.h"
 
 namespace shardstep {
 namespace {
@@ -140,12 +141,6 @@ StateValue& value_named(ParamState& state, const std::string& name) {
   return state.emplace_back(StateValue{name, {}, {}});
 }
 
-// Whether a state tensor has one element for each of the parameter's. A step counter never has,
-// also not for a parameter without axes.
-bool like_param(const StateValue& value, const at::Tensor& param) {
-  return value.tensor.defined() && value.name != "step" && value.tensor.sizes() == param.sizes();
-}
-
 using Slices = std::vector<const Slice*>;
 
 // What this rank has to say of each of its slices.
@@ -155,9 +150,8 @@ Catalogue catalogue_of(const Slices& slices, const EngineState& local, Sharding 
     const auto found = local.find(slices[i]->param);
     if (found == local.end()) continue;
     for (const auto& value : found->second) {
-      const bool cut = sharding == Sharding::kElement && value.tensor.defined() &&
-                       value.tensor.dim() == 1 &&
-                       value.tensor.numel() == slices[i]->elements.size();
+      const bool cut =
+          value.tensor.defined() && detail::is_cut(value.tensor, slices[i]->elements, sharding);
       catalogue[i].push_back(describe(value, cut));
     }
   }
@@ -316,10 +310,8 @@ EngineState ShardEngine::cut_state(const EngineState& whole) const {
       auto& state = own[local.index];
       for (const auto& value : found->second) {
         StateValue cut{value.name, {}, value.bytes};
-        if (like_param(value, param)) {
-          const auto dtype = param.is_floating_point() && value.tensor.is_floating_point()
-                                 ? param.scalar_type()
-                                 : value.tensor.scalar_type();
+        if (value.tensor.defined() && detail::like_param(value.name, value.tensor.sizes(), param)) {
+          const auto dtype = detail::state_dtype(value.tensor.scalar_type(), param);
           auto ordered = in_order_of(param, value.tensor.detach());
           if (options_.sharding == Sharding::kElement) {
             ordered = flat_view(ordered).narrow(0, local.elements.begin, local.elements.size());

@@ -9,9 +9,11 @@
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <unordered_map>
 
 #include "pickle.h"
 #include "replacing_file.h"
+#include "state_dict_file.h"
 
 namespace shardstep {
 
@@ -22,6 +24,8 @@ using caffe2::serialize::PyTorchStreamWriter;
 using detail::PickleNode;
 using Kind = PickleNode::Kind;
 
+// Tensors of a StateDictFile that are larger than this are read when they are asked for.
+constexpr size_t kSmallBytes = 4096;
 constexpr const char* kByteOrder = std::endian::native == std::endian::little ? "little" : "big";
 
 void write_values(detail::PickleWriter& pickle, const NamedValues& values) {
@@ -188,9 +192,10 @@ std::unique_ptr<PyTorchStreamReader> open_zip(const std::string& path) {
   }
 }
 
-StateDict read_file(const std::string& path, size_t file_size) {
-  auto opened = open_zip(path);
-  auto& file = *opened;
+// `load` returns the storage that a record of the file holds.
+StateDict read_file(
+    PyTorchStreamReader& file, size_t file_size,
+    const std::function<c10::Storage(const std::string& name, size_t nbytes)>& load) {
   TORCH_CHECK_VALUE(file.hasRecord("data.pkl"), "a zip file that torch.save did not make");
   TORCH_CHECK_VALUE(!file.hasRecord("constants.pkl"), "a TorchScript module");
   if (file.hasRecord("byteorder")) {
@@ -199,15 +204,59 @@ StateDict read_file(const std::string& path, size_t file_size) {
   }
   auto pickle = read_record(file, "data.pkl", file_size);
   auto root = detail::read_pickle(text(pickle), [&](const std::string& key, size_t nbytes) {
-    return read_record(file, "data/" + key, file_size, nbytes);
+    return load("data/" + key, nbytes);
   });
   return read_dict(*root);
+}
+
+// Runs `body`, whose errors do not name the file yet.
+template <class Body>
+auto reading(const std::string& path, const Body& body) {
+  std::string found;
+  try {
+    return body();
+  } catch (const c10::Error& failure) {
+    found = failure.what_without_backtrace();
+  } catch (const std::exception& failure) {
+    found = failure.what();
+  }
+  TORCH_CHECK_VALUE(false, "shardstep: cannot read ", path,
+                    " as an optimizer's state dict: ", found);
+}
+
+size_t checked_size(const std::string& path) {
+  std::error_code error;
+  auto status = std::filesystem::status(path, error);
+  TORCH_CHECK_VALUE(std::filesystem::exists(status), "shardstep: cannot read ", path,
+                    ": no such file");
+  TORCH_CHECK_VALUE(std::filesystem::is_regular_file(status), "shardstep: cannot read ", path,
+                    ": it is no regular file");
+  return std::filesystem::file_size(path);
 }
 
 }  // namespace
 
 void write_state_dict(const StateDict& dict, const std::string& path) {
-  detail::PickleWriter pickle;
+  detail::write_state_dict(dict, path, [&](const c10::Storage&, void*) {
+    TORCH_CHECK_VALUE(false, "shardstep: cannot write ", path, ": a tensor on the meta device");
+  });
+}
+
+StateDict read_state_dict(const std::string& path) {
+  const auto size = checked_size(path);
+  return reading(path, [&] {
+    auto file = open_zip(path);
+    return read_file(*file, size, [&](const std::string& name, size_t nbytes) {
+      return read_record(*file, name, size, nbytes);
+    });
+  });
+}
+
+namespace detail {
+
+void write_state_dict(const StateDict& dict, const std::string& path,
+                      const StorageContent& content) {
+  PickleWriter pickle;
   std::string bytes;
   try {
     auto places = positions(dict.param_groups);
@@ -219,7 +268,7 @@ void write_state_dict(const StateDict& dict, const std::string& path) {
                       error.what_without_backtrace());
   }
 
-  detail::ReplacingFile file(path);
+  ReplacingFile file(path);
   {
     // Its destructor writes too and must not see a failure: ReplacingFile keeps them for check().
     PyTorchStreamWriter records([&](const void* data, size_t size) {
@@ -234,32 +283,67 @@ void write_state_dict(const StateDict& dict, const std::string& path) {
     put(".format_version", "1", 1);
     put(".storage_alignment", "64", 2);
     put("byteorder", kByteOrder, std::string_view(kByteOrder).size());
+    std::vector<char> buffer;  // one for all: malloc would keep pieces of many
     for (size_t i = 0; i < pickle.storages().size(); ++i) {
-      auto content = host_bytes(pickle.storages()[i]);
-      put("data/" + std::to_string(i), content.const_data_ptr(), content.nbytes());
+      const auto& storage = pickle.storages()[i];
+      const auto name = "data/" + std::to_string(i);
+      if (storage.device().is_meta()) {
+        buffer.resize(std::max(buffer.size(), storage.nbytes()));
+        content(storage, buffer.data());
+        put(name, buffer.data(), storage.nbytes());
+      } else {
+        auto host = host_bytes(storage);
+        put(name, host.const_data_ptr(), host.nbytes());
+      }
     }
     records.writeEndOfFile();
   }
   file.commit();
 }
 
-StateDict read_state_dict(const std::string& path) {
-  std::error_code error;
-  auto status = std::filesystem::status(path, error);
-  TORCH_CHECK_VALUE(std::filesystem::exists(status), "shardstep: cannot read ", path,
-                    ": no such file");
-  TORCH_CHECK_VALUE(std::filesystem::is_regular_file(status), "shardstep: cannot read ", path,
-                    ": it is no regular file");
-  std::string found;
-  try {
-    return read_file(path, std::filesystem::file_size(path));
-  } catch (const c10::Error& failure) {
-    found = failure.what_without_backtrace();
-  } catch (const std::exception& failure) {
-    found = failure.what();
+struct StateDictFile::Impl {
+  std::string path;
+  size_t size = 0;
+  std::unique_ptr<PyTorchStreamReader> file;
+  StateDict dict;
+  std::unordered_map<const c10::StorageImpl*, std::string> records;  // of meta storages
+
+  c10::Storage load(const std::string& name, size_t nbytes) {
+    if (nbytes <= kSmallBytes) return read_record(*file, name, size, nbytes);
+    TORCH_CHECK_VALUE(file->getRecordSize(name) == nbytes, "record ", name, " has ",
+                      file->getRecordSize(name), " bytes, expected ", nbytes);
+    c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<int64_t>(nbytes),
+                         c10::GetAllocator(at::kMeta), /*resizable=*/true);
+    records.insert_or_assign(storage.unsafeGetStorageImpl(), name);
+    return storage;
   }
-  TORCH_CHECK_VALUE(false, "shardstep: cannot read ", path,
-                    " as an optimizer's state dict: ", found);
+};
+
+StateDictFile::StateDictFile(const std::string& path) : impl_(std::make_unique<Impl>()) {
+  impl_->path = path;
+  impl_->size = checked_size(path);
+  reading(path, [&] {
+    impl_->file = open_zip(path);
+    impl_->dict = read_file(*impl_->file, impl_->size, [&](const std::string& name, size_t nbytes) {
+      return impl_->load(name, nbytes);
+    });
+    return 0;
+  });
 }
 
+StateDictFile::~StateDictFile() = default;
+
+const StateDict& StateDictFile::dict() const { return impl_->dict; }
+
+at::Tensor StateDictFile::read(const at::Tensor& tensor) {
+  const auto& name = impl_->records.at(tensor.storage().unsafeGetStorageImpl());
+  return reading(impl_->path, [&] {
+    auto storage = read_record(*impl_->file, name, impl_->size,
+                               static_cast<size_t>(tensor.storage().nbytes()));
+    return at::empty({0}, tensor.scalar_type())
+        .set_(storage, tensor.storage_offset(), tensor.sizes(), tensor.strides());
+  });
+}
+
+}  // namespace detail
 }  // namespace shardstep

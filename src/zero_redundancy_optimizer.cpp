@@ -95,7 +95,8 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup
       local_(std::move(local)),
       engine_(std::make_unique<ShardEngine>(
           options.process_group() ? options.process_group() : default_process_group(),
-          engine_options(options))) {
+          engine_options(options))),
+      checkpointer_(std::make_unique<Checkpointer>(*engine_)) {
   add_groups(std::move(param_groups));
 }
 
@@ -282,10 +283,19 @@ std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&)
 
 at::Device ZeroRedundancyOptimizer::join_device() const { return engine_->param(0).device(); }
 
-NamedValues ZeroRedundancyOptimizer::read_local_state(const at::Tensor& tensor) const {
+// By parameter index; parameters without state are absent.
+std::map<int64_t, NamedValues> ZeroRedundancyOptimizer::read_local_state() const {
   const auto& states = std::as_const(*optim_).state();
-  const auto found = states.find(tensor.unsafeGetTensorImpl());
-  return found == states.end() ? NamedValues() : local_.read_state(*found->second);
+  std::map<int64_t, NamedValues> local;
+  for (size_t g = 0; g < engine_->group_count(); ++g) {
+    for (const auto& param : engine_->local_params(g)) {
+      const auto found = states.find(param.tensor.unsafeGetTensorImpl());
+      if (found == states.end()) continue;
+      auto values = local_.read_state(*found->second);
+      if (!values.is_empty()) local.emplace(param.index, std::move(values));
+    }
+  }
+  return local;
 }
 
 std::optional<StateDict> ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
@@ -293,12 +303,7 @@ std::optional<StateDict> ZeroRedundancyOptimizer::consolidate_state_dict(int to)
   adopt_new_groups(nullptr);
   consolidated_.reset();
   EngineState local;
-  for (size_t g = 0; g < engine_->group_count(); ++g) {
-    for (const auto& param : engine_->local_params(g)) {
-      const auto values = read_local_state(param.tensor);
-      if (!values.is_empty()) local[param.index] = to_engine(values);
-    }
-  }
+  for (const auto& [index, values] : read_local_state()) local[index] = to_engine(values);
   const auto whole = engine_->gather_state(local, to);
   if (rank() == to) consolidated_ = whole_state_dict(whole);
   return consolidated_;
@@ -332,7 +337,7 @@ void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
                     param_groups_.size(), " param groups, got ", dict.param_groups.size(), where);
 
   // Everything that can fail comes first, on copies. Positions in the file need not be ours.
-  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+  GroupOptions options;
   std::map<int64_t, int64_t> positions;
   int64_t next = 0;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
@@ -361,7 +366,7 @@ void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
     whole.emplace(position->second, to_engine(values));
   }
   const auto own = engine_->cut_state(whole);
-  std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> states;
+  ParamStates states;
   for (size_t g = 0; g < engine_->group_count(); ++g) {
     for (const auto& param : engine_->local_params(g)) {
       const auto found = own.find(param.index);
@@ -371,6 +376,10 @@ void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
     }
   }
 
+  take(options, states);
+}
+
+void ZeroRedundancyOptimizer::take(const GroupOptions& options, ParamStates& states) {
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     local_.assign_options(*options[g], param_groups_[g].options());
   }
@@ -412,12 +421,9 @@ void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
 
 int64_t ZeroRedundancyOptimizer::local_state_bytes() const {
   int64_t bytes = 0;
-  for (size_t g = 0; g < engine_->group_count(); ++g) {
-    for (const auto& param : engine_->local_params(g)) {
-      for (const auto& item : read_local_state(param.tensor)) {
-        if (item.value().isTensor())
-          bytes += static_cast<int64_t>(item.value().toTensor().nbytes());
-      }
+  for (const auto& [index, values] : read_local_state()) {
+    for (const auto& item : values) {
+      if (item.value().isTensor()) bytes += static_cast<int64_t>(item.value().toTensor().nbytes());
     }
   }
   return bytes;

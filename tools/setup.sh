@@ -31,6 +31,7 @@ for tool in cmake g++; do
   command -v "$tool" >/dev/null || { say "install $tool, e.g. apt-get install $tool"; exit 1; }
 done
 want libgtest-dev "test -e /usr/include/gtest/gtest.h" "CMake will fetch GoogleTest"
+want nlohmann-json3-dev "test -e /usr/include/nlohmann/json.hpp" "CMake will fetch it"
 want ccache "command -v ccache" "rebuilding will be slower"
 want openmpi-bin "command -v mpirun" "the test of mpirun will be skipped"
 

@@ -2,6 +2,7 @@
 
 // Everything a program needs.
 
+#include "shardstep/checkpoint.h"
 #include "shardstep/distributed_data_parallel.h"
 #include "shardstep/join.h"
 #include "shardstep/local_optimizer.h"

@@ -2,8 +2,8 @@
 
 // The C++ face: a torch::optim::Optimizer over all parameters whose update and state are divided
 // among the ranks of a group. It owns the local optimizer, which runs on what this rank owns.
-// Collective: construction, add_param_group, step, consolidate_state_dict. Thread safety: one
-// thread at a time. Destruction does not communicate.
+// Collective: construction, add_param_group, step, consolidate_state_dict, and what saves and loads
+// checkpoints. Thread safety: one thread at a time. Destruction does not communicate.
 
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -11,18 +11,41 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "shardstep/checkpointer.h"
 #include "shardstep/join.h"
 #include "shardstep/local_optimizer.h"
 #include "shardstep/shard_engine.h"
 #include "shardstep/state_dict.h"
 
+namespace torch::nn {
+class Module;
+}
+
 namespace shardstep {
+
+// What a checkpoint holds besides the optimizer's state and options.
+struct CheckpointOptions {
+  // Its parameters and buffers, which also give the optimizer's parameters their names. Null: not.
+  TORCH_ARG(std::shared_ptr<torch::nn::Module>, module);
+  // torch's random generators of each rank. Loaded at another world size, ranks that were not
+  // there keep theirs.
+  TORCH_ARG(bool, rng) = true;
+  // Small values of the user's own: numbers, strings, bools, none, and lists, tuples and dicts of
+  // these. Rank 0's count.
+  TORCH_ARG(NamedValues, extra);
+  // save_checkpoint returns when this rank's shard is copied; a thread writes it.
+  TORCH_ARG(bool, asynchronous) = false;
+  // Called now and then by the thread that writes.
+  TORCH_ARG(std::function<void(CheckpointProgress)>, progress);
+};
 
 struct ZeroOptions {
   // 1: gradients arrive whole, as DistributedDataParallel leaves them. 2: the optimizer averages
@@ -125,6 +148,20 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // its share. Throws ValueError that names what does not fit, and has changed nothing.
   void load_state_dict(const StateDict& dict);
 
+  // Writes a checkpoint (checkpoint.h): each rank what it owns. What was in the directory before
+  // stays until the new one is complete, also if this fails. Waits for the last save first.
+  // Collective.
+  void save_checkpoint(const std::string& directory, const CheckpointOptions& options = {});
+  // Returns when the last save is complete, or throws what went wrong on any rank. Collective.
+  void wait_checkpoint();
+  CheckpointProgress checkpoint_progress() const { return checkpointer_->progress(); }
+  // How many bytes of the shards the last load_checkpoint read on this rank.
+  int64_t checkpoint_bytes_read() const { return checkpointer_->bytes_read(); }
+  // Loads a checkpoint of any world size and sharding; each rank reads what it needs. Returns what
+  // was saved as `extra`. Throws ValueError that names what does not fit or is damaged, on every
+  // rank, and has changed nothing. Collective.
+  NamedValues load_checkpoint(const std::string& directory, const CheckpointOptions& options = {});
+
   // torch::save and torch::load, in the format of the plain torch::optim class. Saving takes what
   // was consolidated here.
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -155,17 +192,25 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   int64_t local_state_bytes() const;
 
  private:
+  using GroupOptions = std::vector<std::unique_ptr<torch::optim::OptimizerOptions>>;
+  // By the local parameter's TensorImpl.
+  using ParamStates =
+      std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>>;
+
   void add_groups(std::vector<torch::optim::OptimizerParamGroup> groups);
   void adopt_new_groups(std::exception_ptr error);
   std::vector<ParamGradient> by_index(const ParamsAndGradients& gradients) const;
   void push_options();
   void pull_options();
-  NamedValues read_local_state(const at::Tensor& tensor) const;
+  std::map<int64_t, NamedValues> read_local_state() const;
   StateDict whole_state_dict(const EngineState& state) const;
+  // Makes these the options and the whole state.
+  void take(const GroupOptions& options, ParamStates& states);
   std::unique_ptr<torch::optim::Optimizer> make_plain() const;
 
   LocalOptimizer local_;
   std::unique_ptr<ShardEngine> engine_;
+  std::unique_ptr<Checkpointer> checkpointer_;
   std::unique_ptr<torch::optim::Optimizer> optim_;
   std::optional<StateDict> consolidated_;
   std::unordered_map<const void*, int64_t> index_of_;  // by the parameter's TensorImpl

@@ -6,6 +6,7 @@
 
 namespace shardstep::python {
 
+void bind_checkpoint(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_overlapped_step(py::module_& module);
 

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_C, module) {
   module.attr("torch_version") = TORCH_VERSION;
   shardstep::python::bind_engine(module);
   shardstep::python::bind_overlapped_step(module);
+  shardstep::python::bind_checkpoint(module);
 }

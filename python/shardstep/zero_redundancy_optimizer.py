@@ -6,11 +6,12 @@ state travel, is the engine's.
 
 import contextlib
 import math
+import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,20 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as _TorchZeroRedunda
 from torch.distributed.optim.utils import functional_optim_map
 from torch.optim import Optimizer
 
-from shardstep._C import LocalParam, OverlappedStep, ShardEngine
+from shardstep._C import Checkpointer, LocalParam, OverlappedStep, ShardEngine
+from shardstep._checkpoint import (
+    Progress,
+    module_tensors,
+    parameter_names,
+    progress_of,
+    rng_states,
+    set_rng_states,
+)
 from shardstep._overlap import _DDPBucketAssignment, _OverlapInfo, _OverlapStatus
 from shardstep._state import from_engine, to_engine
+
+if TYPE_CHECKING:
+    from shardstep._sharded_state import StateTemplates
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -134,7 +146,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimizer whose update and state are divided among the ranks of a group.
 
     A drop-in for torch.distributed.optim.ZeroRedundancyOptimizer. Collective: construction,
-    add_param_group, step and consolidate_state_dict, in the same order on every rank.
+    add_param_group, step, consolidate_state_dict and what saves and loads checkpoints, in the same
+    order on every rank.
 
     Args:
         params: tensors, or param groups (dicts).
@@ -188,6 +201,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         self.initialized = False
         self._stage = stage
+        self._sharding = sharding
         group: Any = process_group if process_group is not None else dist.group.WORLD
         self.process_group = group
         self.world_size = dist.get_world_size(group)
@@ -232,6 +246,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.engine = ShardEngine(group)
             self.param_groups = []
         Joinable.__init__(self)
+        self._checkpointer = Checkpointer(self.engine)
+        weakref.finalize(self, self._checkpointer.finish)  # also when the interpreter ends
         self._arguments = defaults
         self._tell_engine(0, error)
         self.optim = optimizer_class(self._local_groups(0), **defaults)
@@ -508,10 +524,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._check_shapes(positions[key], values)
                 whole[positions[key]] = to_engine(values)
         cut = self.engine.cut_state(whole)
-        own = {
-            position: from_engine(cut[local.index])
+        own = {index: from_engine(values) for index, values in cut.items()}
+        self._take(groups, own, extra)
+        self._finish_loading(groups)
+
+    def _finish_loading(self, groups: list[ParamGroup]) -> None:
+        """Brings the options to where the user sees them, and tells who wants to know."""
+        self._sync_param_groups(groups, self.param_groups)
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _take(
+        self,
+        groups: list[ParamGroup],
+        state: dict[int, dict[str, Any]],
+        extra: dict[Any, Any] | None = None,
+    ) -> None:
+        """Hands the local optimizer its share of a state, by parameter index."""
+        own: dict[Any, Any] = {
+            position: state[local.index]
             for position, local in enumerate(self._local)
-            if local.index in cut
+            if local.index in state
         }
         first = 0
         local_groups = []
@@ -519,13 +553,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             last = first + len(local_group["params"])
             local_groups.append({**group, "params": list(range(first, last))})
             first = last
-        self.optim.load_state_dict({"state": {**own, **extra}, "param_groups": local_groups})
-        self._sync_param_groups(groups, self.param_groups)
-        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        own.update(extra or {})
+        self.optim.load_state_dict({"state": own, "param_groups": local_groups})
         self.state = self.optim.state
         self._consolidated = None
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _fitting_groups(
         self, state_dict: dict[str, Any]
@@ -569,6 +600,204 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 state = self.optim.state.get(local.tensor, {})
                 return {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
         return {}
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        module: torch.nn.Module | None = None,
+        extra: dict[str, Any] | None = None,
+        rng: bool = True,
+        asynchronous: bool = False,
+        progress: bool | Progress | None = None,
+    ) -> None:
+        """Writes a checkpoint: each rank what it owns. Waits for the last save first. Collective.
+
+        What was in the directory before stays until the new checkpoint is complete, also if this
+        fails; then every rank raises.
+
+        Args:
+            module: its parameters and buffers are saved too, and name the optimizer's parameters.
+            extra: small values of your own; rank 0's count. Numbers, strings, bools, None, small
+                tensors, and lists, tuples and dicts of these.
+            rng: saves torch's random generators of each rank.
+            asynchronous: return when this rank's shard is copied; a thread writes it. What goes
+                wrong then is raised by the next save_checkpoint or wait_checkpoint.
+            progress: called by the thread that writes, with bytes written and bytes in all of this
+                rank's shard. True: a bar. None: a bar on rank 0 if it has a terminal, the save
+                takes long and is not asynchronous.
+        """
+        error: Exception | None = None
+        content: dict[str, Any] = {
+            "state": {},
+            "param_groups": [],
+            "names": [],
+            "module": [],
+            "rng": {},
+            "extra": extra,
+        }
+        try:
+            self._overlap_info.wait_for_broadcasts()
+            self.wait()
+            self._sync_param_groups(self.param_groups, self.optim.param_groups)
+            content["state"] = {
+                self._local[key].index if isinstance(key, int) else key: values
+                for key, values in self.optim.state_dict()["state"].items()
+            }
+            content["param_groups"] = self._pack({})["param_groups"]
+            content["names"] = parameter_names(self._index_of, self.param_groups, module)
+            content["module"] = module_tensors(module)
+            content["rng"] = rng_states() if rng else {}
+        except Exception as caught:
+            error = caught
+        try:
+            self._checkpointer.save(
+                os.fspath(directory),
+                **content,
+                background=asynchronous,
+                progress=progress_of(progress, directory, self.rank, asynchronous),
+                error=None if error is None else str(error),
+            )
+        except Exception as caught:
+            raise (error or caught) from None
+
+    def wait_checkpoint(self) -> None:
+        """Returns when the last save is complete, or raises what went wrong. Collective."""
+        self._checkpointer.wait()
+
+    def checkpoint_progress(self) -> tuple[int, int]:
+        """Bytes of this rank's shard that are written, and in all."""
+        return self._checkpointer.progress()
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        module: torch.nn.Module | None = None,
+        rng: bool = True,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint of any world size and sharding. Returns its `extra`. Collective.
+
+        Each rank reads what it needs, and verifies it. Raises ValueError that names what does not
+        fit or is damaged, on every rank, and has changed nothing then.
+
+        Args:
+            module: its parameters and buffers are loaded too.
+            rng: loads torch's random generators. At another world size, ranks that were not there
+                keep theirs.
+        """
+        error: Exception | None = None
+        tensors, names = [], []
+        try:
+            self._overlap_info.wait_for_broadcasts()
+            self.wait()
+            tensors = module_tensors(module)
+            names = parameter_names(self._index_of, self.param_groups, module)
+        except Exception as caught:
+            error = caught
+        try:
+            loaded = self._checkpointer.load(
+                os.fspath(directory),
+                param_groups=self._pack({})["param_groups"],
+                names=names,
+                module=tensors,
+                elementwise=isinstance(self.optim, _ELEMENTWISE),
+                error=None if error is None else str(error),
+            )
+        except Exception as caught:
+            raise (error or caught) from None
+        before = self.optim.state, self.optim.param_groups
+        try:
+            self._take(loaded["param_groups"], loaded["state"])
+        except Exception as caught:
+            error = caught
+        try:
+            self._checkpointer.share(None if error is None else str(error))
+        except Exception as caught:
+            self.optim.state, self.optim.param_groups = before
+            self.state = self.optim.state
+            raise (error or caught) from None
+        self._sync_param_groups(loaded["param_groups"], self.param_groups)
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        with torch.no_grad():
+            for (_, tensor, _), value in zip(tensors, loaded["module"], strict=True):
+                tensor.copy_(value)
+        if rng:
+            set_rng_states(loaded["rng"])
+        return loaded["extra"] or {}
+
+    def checkpoint_bytes_read(self) -> int:
+        """How many bytes of the shards the last load_checkpoint read on this rank."""
+        return self._checkpointer.bytes_read
+
+    # -- torch.distributed.checkpoint --------------------------------------------------------------
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, for torch.distributed.checkpoint to save or load into.
+
+        Nothing is gathered or copied: loading writes into the state that there is, and makes what
+        there is not yet. Hand what was loaded to load_sharded_state_dict.
+        """
+        from shardstep._sharded_state import shard_values
+
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        states = self.optim.state_dict()["state"]
+        templates = self._state_templates(self.param_groups)
+        params = self._index_to_param
+        state = {}
+        for position, (group, local) in enumerate(self._local_by_group()):
+            state[str(local.index)] = (
+                shard_values(local, params[local.index], states[position])
+                if position in states
+                else templates.values(local, params[local.index], group)
+            )
+        # DCP takes a tuple as one value, which it loads as it was, whatever there is now.
+        extra = tuple((k, v) for k, v in states.items() if not isinstance(k, int))
+        groups = tuple(self._pack({})["param_groups"])
+        return {"state": state, "param_groups": groups, "extra": extra}
+
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a dict of sharded_state_dict that torch.distributed.checkpoint has loaded into.
+
+        It may have been saved at another world size and sharding. Raises ValueError that names what
+        does not fit.
+        """
+        from shardstep._sharded_state import ShardedState
+
+        groups, _ = self._fitting_groups(state_dict)
+        templates = self._state_templates(groups)
+        own = {}
+        for group, local in self._local_by_group():
+            values = {
+                name: value.local() if isinstance(value, ShardedState) else value
+                for name, value in state_dict["state"][str(local.index)].items()
+            }
+            if all(value is None for value in values.values()):
+                continue  # there was no state of this parameter
+            missing = templates.names(local, group) - values.keys()
+            if missing:
+                raise ValueError(
+                    f"shardstep: expected {', '.join(sorted(missing))} of parameter {local.index} "
+                    f"in the state, as the options of its group ask for, got {', '.join(values)} "
+                    f"(rank {self.rank} of {self.world_size})"
+                )
+            own[local.index] = values
+        self._take(groups, own, dict(state_dict["extra"]))
+        self._finish_loading(groups)
+
+    def _state_templates(self, groups: list[ParamGroup]) -> "StateTemplates":
+        from shardstep._sharded_state import StateTemplates
+
+        by_element = self._sharding == "element"
+        return StateTemplates(self._optimizer_class, self._arguments, groups, by_element)
+
+    def _local_by_group(self) -> Iterator[tuple[int, LocalParam]]:
+        """What this rank owns, in the local optimizer's order, with the group's number."""
+        for group in range(len(self.param_groups)):
+            for local in self.engine.local_params(group):
+                yield group, local
 
     # -- Join --------------------------------------------------------------------------------------
 

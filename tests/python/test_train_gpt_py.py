@@ -11,7 +11,20 @@ import sys
 import pytest
 from matplotlib import image
 from ranks import run_ranks
-from test_train_gpt import LIMIT, OPTIONS, ROOT, TINY, environment, flags, losses_of, table_of
+from test_train_gpt import (
+    LIMIT,
+    LONG,
+    OPTIONS,
+    PROGRAM,
+    ROOT,
+    TINY,
+    check_resumed,
+    environment,
+    flags,
+    kill_at,
+    losses_of,
+    table_of,
+)
 from test_train_gpt import train as train_in_cpp
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -148,6 +161,7 @@ def test_help_lists_every_option(monkeypatch, capsys):
         ("--text /nowhere/text", "No such file"),
         ("--text /dev/null", "at least --context + 1 = 65 characters, got 0"),
         ("--log /nowhere/log.csv", "--log: expected a file that can be written"),
+        ("--checkpoint run --sharding none", "--checkpoint: expected a sharded optimizer"),
     ],
 )
 def test_bad_options(monkeypatch, capsys, arguments, expected):
@@ -171,3 +185,24 @@ def test_interrupt_ends_with_the_table():
             process.kill()
     assert "Interrupted" in output
     assert "rank 1" in table_of(output)
+
+
+@pytest.mark.parametrize(
+    "first, then, ranks, tolerance",
+    [("python", "python", 2, 0), ("cpp", "python", 4, 1e-5), ("python", "cpp", 1, 1e-5)],
+)
+def test_a_killed_run_goes_on(tmp_path, first, then, ranks, tolerance):
+    """At another world size and in the other language too, from the same files."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+    def run(language, name, ranks, step, more):
+        log = tmp_path / f"{name}.csv"
+        start = {"cpp": [str(PROGRAM)], "python": [*torchrun, str(ranks), "--", str(SCRIPT)]}
+        options = flags(LONG | more | {"ranks": ranks, "log": log})
+        return kill_at([*start[language], *options], log, step)
+
+    checkpoint = {"checkpoint": tmp_path / "run"}
+    expected = run(then, "whole", 2, 40, {})
+    killed = run(first, "killed", 2, 23, checkpoint)
+    resumed = run(then, "resumed", ranks, 40, checkpoint | {"sharding": "parameter"})
+    check_resumed(expected, resumed, killed, tolerance)

@@ -1,0 +1,161 @@
+#pragma once
+
+// A checkpoint is a directory: `index.json`, and for each rank that wrote it one
+// `shard-<id>-<rank>.safetensors`. The index is renamed into place last, so a directory holds a
+// whole checkpoint or none. Its tensors are
+//   state.<parameter index>.<key>   the optimizer's state
+//   module.<name>                   the module's parameters and buffers
+//   rng.<rank>.<device>             the generators of a rank
+// each cut into parts, ranges of its elements in memory order, which lie anywhere in the shards.
+// Thread safety: one thread at a time. Nothing here is collective.
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shardstep/export.h"
+#include "shardstep/partition.h"
+#include "shardstep/state_dict.h"
+
+namespace shardstep {
+
+struct CheckpointPart {
+  size_t file = 0;                  // in CheckpointIndex::files
+  Range elements;                   // of the tensor, in memory order
+  int64_t offset = 0;               // of the first byte in the file
+  std::vector<uint32_t> checksums;  // CRC-32 of each block of CheckpointIndex::block bytes
+};
+
+struct CheckpointTensor {
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> shape;
+  // Axes from the slowest to the fastest in memory; empty if they are in order.
+  std::vector<int64_t> order;
+  std::vector<CheckpointPart> parts;  // in order of their elements, without gaps
+
+  SHARDSTEP_API int64_t numel() const;
+  SHARDSTEP_API int64_t nbytes() const;
+  SHARDSTEP_API std::vector<int64_t> strides() const;
+};
+
+// How the elements of a dense tensor lie in memory; see CheckpointTensor::order.
+SHARDSTEP_API std::vector<int64_t> memory_order(const at::Tensor& tensor);
+
+struct CheckpointFile {
+  std::string name;
+  int rank = 0;
+  int64_t bytes = 0;
+};
+
+// A parameter of the optimizer. What was made of a state dict knows neither shape nor dtype.
+struct CheckpointParameter {
+  std::optional<std::string> name;
+  std::optional<std::vector<int64_t>> shape;
+  std::optional<at::ScalarType> dtype;
+};
+
+// What index.json says.
+struct CheckpointIndex {
+  std::string id;  // another for each save
+  int world_size = 1;
+  int stage = 1;
+  Sharding sharding = Sharding::kParameter;
+  int64_t block = 1 << 20;  // bytes that one checksum covers
+  std::vector<CheckpointFile> files;
+  std::vector<StateDict::ParamGroup> param_groups;
+  std::vector<CheckpointParameter> parameters;
+  // The keys of each parameter's state, in order: each is a tensor state.<index>.<key>, or one of
+  // `values` under the same name.
+  std::map<int64_t, std::vector<std::string>> state;
+  std::map<std::string, c10::IValue> values;
+  std::map<std::string, CheckpointTensor> tensors;
+  c10::IValue extra;  // the user's dict, or none
+};
+
+// "state.<index>.<key>".
+SHARDSTEP_API std::string state_name(int64_t index, const std::string& key);
+
+// Reads a checkpoint: the index at once, of the shards only what is asked for. Whatever is wrong
+// with a file is a ValueError that names it.
+class SHARDSTEP_API Checkpoint {
+ public:
+  explicit Checkpoint(const std::string& directory);
+  ~Checkpoint();
+  Checkpoint(Checkpoint&&) noexcept;
+  Checkpoint& operator=(Checkpoint&&) noexcept;
+
+  const std::string& directory() const;
+  const CheckpointIndex& index() const;
+
+  // A whole tensor, in the memory order that it was saved in.
+  at::Tensor read(const std::string& name);
+  // The same, into memory of the caller's that has room for it.
+  void read_to(const std::string& name, void* memory);
+  // Some elements, in memory order and 1-D. Reads the blocks that hold them, and verifies these.
+  at::Tensor read(const std::string& name, Range elements);
+  // Throws ValueError unless every block of the tensor has its checksum.
+  void verify(const std::string& name);
+  // Throws ValueError unless each shard is the safetensors file that the index says it is.
+  void verify_headers();
+  // Verifies the headers and all tensors.
+  void verify();
+  // The optimizer's whole state, as its state_dict() has it.
+  StateDict state_dict();
+  // The same, with what `read` gives for a tensor's name.
+  StateDict state_dict(const std::function<at::Tensor(const std::string& name)>& read) const;
+
+  // How many bytes of the shards were read so far.
+  int64_t bytes_read() const;
+
+ private:
+  struct Files;
+  const CheckpointTensor& find(const std::string& name) const;
+  void read_into(const std::string& name, Range elements, char* to);
+
+  std::unique_ptr<Files> files_;
+};
+
+// The optimizer's state in a checkpoint, whole. Reads nothing else.
+SHARDSTEP_API StateDict read_checkpoint(const std::string& directory);
+
+// Writes a checkpoint that is one shard, without ranks and one tensor at a time.
+class SHARDSTEP_API CheckpointWriter {
+ public:
+  // `index` says what will be written: of its tensors dtype, shape and order. Parts, files, the id
+  // and the world size are the writer's. Nothing of a checkpoint in `directory` changes before
+  // commit().
+  CheckpointWriter(const std::string& directory, CheckpointIndex index);
+  // Drops what was written, unless it was committed.
+  ~CheckpointWriter();
+  CheckpointWriter(const CheckpointWriter&) = delete;
+  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
+
+  // Each tensor once, in any order.
+  void write(const std::string& name, const at::Tensor& tensor);
+  // Makes it the checkpoint of the directory. REQUIRES: every tensor was written.
+  void commit();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Hears how many bytes of tensors are done, of how many.
+using ConvertProgress = std::function<void(int64_t done, int64_t total)>;
+
+// Makes of the optimizer's state in a checkpoint the file that write_state_dict would make of it,
+// with one tensor in memory at a time.
+SHARDSTEP_API void export_state_dict(const std::string& directory, const std::string& path,
+                                     const ConvertProgress& progress = nullptr);
+// Makes a checkpoint of a file that Python's torch.save or write_state_dict made of a state dict,
+// with one tensor in memory at a time.
+SHARDSTEP_API void import_state_dict(const std::string& path, const std::string& directory,
+                                     const ConvertProgress& progress = nullptr);
+
+}  // namespace shardstep

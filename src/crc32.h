@@ -1,0 +1,12 @@
+#pragma once
+
+// CRC-32 as zip and PNG have it.
+
+#include <cstddef>
+#include <cstdint>
+
+namespace shardstep::detail {
+
+uint32_t crc32(const void* data, size_t size);
+
+}  // namespace shardstep::detail
