@@ -7,6 +7,7 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <optional>
@@ -87,6 +88,28 @@ void check_world(const Options& options, int world_size) {
   }
 }
 
+bool has_checkpoint(const std::string& directory) {
+  return !directory.empty() && std::filesystem::exists(directory + "/index.json");
+}
+
+// Written while training goes on.
+void save(shardstep::ZeroRedundancyOptimizer& optimizer, const gpt::Gpt& model,
+          const std::string& directory, int64_t step) {
+  shardstep::NamedValues extra;
+  extra.insert("step", step);
+  optimizer.save_checkpoint(
+      directory,
+      shardstep::CheckpointOptions().module(model.ptr()).extra(extra).asynchronous(true));
+}
+
+// Returns how many steps were made before.
+int64_t resume(shardstep::ZeroRedundancyOptimizer& optimizer, const gpt::Gpt& model,
+               const std::string& directory) {
+  const auto extra =
+      optimizer.load_checkpoint(directory, shardstep::CheckpointOptions().module(model.ptr()));
+  return extra["step"].toInt();
+}
+
 void train(const Options& options, const gpt::Text& text) {
   auto group = shardstep::init_process_group();
   check_world(options, group->getSize());
@@ -104,14 +127,22 @@ void train(const Options& options, const gpt::Text& text) {
   gpt::BatchSampler batches(text, options.context, options.batch, options.seed, group->getRank(),
                             group->getSize());
 
+  int64_t done = 0;
+  if (has_checkpoint(options.checkpoint)) {
+    done = resume(optimizer, model, options.checkpoint);
+    schedule.resume(done);
+    for (int64_t step = 0; step < done; ++step) batches.next();
+  }
+
   std::optional<gpt::Progress> progress;  // rank 0 speaks for all
   if (group->getRank() == 0) {
     print_header(model, text, options, group->getSize());
-    progress.emplace(options.steps, options.batch * options.context, options.log);
+    if (done > 0) std::cout << "going on behind step " << done << std::endl;
+    progress.emplace(options.steps, options.batch * options.context, options.log, done);
   }
 
   bool stopped = false;
-  for (int64_t step = 1; step <= options.steps && !stopped; ++step) {
+  for (int64_t step = done + 1; step <= options.steps && !stopped; ++step) {
     auto [input, target] = batches.next();
     schedule.step();
     optimizer.zero_grad();
@@ -126,7 +157,10 @@ void train(const Options& options, const gpt::Text& text) {
     average(status, *group);
     if (progress) progress->update(step, status[0].item<double>());
     stopped = status[1].item<double>() > 0;
+    const bool due = step % options.every == 0 || step == options.steps || stopped;
+    if (due && !options.checkpoint.empty()) save(optimizer, model, options.checkpoint, step);
   }
+  optimizer.wait_checkpoint();
   progress.reset();
   auto memory = gpt::gather_memory(*model, optimizer.local_state_bytes(), *group);
   if (group->getRank() != 0) return;

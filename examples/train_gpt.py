@@ -129,18 +129,20 @@ def make_optimizer(options: argparse.Namespace, parameters) -> torch.optim.Optim
     )
 
 
-def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int):
+def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int, done: int):
     """The learning rate rises over the first twentieth of the steps, then falls to a tenth."""
     return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: min((done + 1) / (0.05 * steps), 1 - 0.9 * done / steps)
+        optimizer,
+        lambda done: min((done + 1) / (0.05 * steps), 1 - 0.9 * done / steps),
+        last_epoch=done - 1,
     )
 
 
 class Progress:
     """A bar that redraws itself on a terminal, else a plain line now and then; and a CSV file."""
 
-    def __init__(self, steps: int, tokens_per_step: int, log: str | None):
-        self.steps, self.tokens_per_step = steps, tokens_per_step
+    def __init__(self, steps: int, tokens_per_step: int, log: str | None, done: int):
+        self.steps, self.tokens_per_step, self.done = steps, tokens_per_step, done
         self.losses: list[float] = []
         self.terminal = sys.stdout.isatty()
         self.start = time.monotonic()
@@ -152,10 +154,10 @@ class Progress:
 
     def update(self, loss: float) -> None:
         self.losses.append(loss)
-        step = len(self.losses)
+        step = self.done + len(self.losses)
         if self.log:
             self.log.writerow([step, loss])
-        edge = step in (1, self.steps)
+        edge = step in (self.done + 1, self.steps)
         if self.terminal:
             if edge or time.monotonic() - self.drawn >= 0.1:
                 self.draw_bar(step, self.numbers(step, loss))
@@ -164,10 +166,11 @@ class Progress:
 
     def numbers(self, step: int, loss: float) -> str:
         seconds = time.monotonic() - self.start
-        left = round(seconds / step * (self.steps - step))
+        made = step - self.done
+        left = round(seconds / made * (self.steps - step))
         return (
             f"step {step:{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  "
-            f"{step * self.tokens_per_step / seconds:6.0f} tokens/s  "
+            f"{made * self.tokens_per_step / seconds:6.0f} tokens/s  "
             f"ETA {left // 60}:{left % 60:02}"
         )
 
@@ -219,14 +222,14 @@ def print_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             print("{:22} {:>16} {:>12} {:>12} {:>13}".format(f"rank {rank}", *sizes))
 
 
-def plot(losses: list[float], title: str, file: str) -> None:
+def plot(losses: list[float], done: int, title: str, file: str) -> None:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    steps = range(1, len(losses) + 1)
+    steps = range(done + 1, done + len(losses) + 1)
     axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=0.8, label="a step")
     window = max(1, len(losses) // 50)
     sums = torch.tensor([0.0, *losses], dtype=torch.float64).cumsum(0)
@@ -252,18 +255,27 @@ def train(options: argparse.Namespace, text: Text) -> None:
     model = Gpt(len(text.vocabulary), options.layers, options.width, options.heads, options.context)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(options, model.parameters())
-    schedule = warm_up_and_decay(optimizer, options.steps)
     source = batches(text, options.context, options.batch, options.seed, rank, world_size)
+    done = 0
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # the schedule's, also when a checkpoint has another lr
+    if options.checkpoint and Path(options.checkpoint, "index.json").exists():
+        done = optimizer.load_checkpoint(options.checkpoint, module=model)["step"]
+        for _ in range(done):
+            next(source)
+    schedule = warm_up_and_decay(optimizer, options.steps, done)
 
     progress = None  # rank 0 speaks for all
     if rank == 0:
         elements = sum(parameter.numel() for parameter in model.parameters())
         print(f"{elements} parameters, {len(text.tokens)} characters of text, ", end="")
         print(describe(options, world_size), flush=True)
-        progress = Progress(options.steps, options.batch * options.context, options.log)
+        if done:
+            print(f"going on behind step {done}", flush=True)
+        progress = Progress(options.steps, options.batch * options.context, options.log, done)
 
     stopped = False
-    for _ in range(options.steps):
+    for step in range(done + 1, options.steps + 1):
         inputs, targets = next(source)
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
@@ -277,8 +289,15 @@ def train(options: argparse.Namespace, text: Text) -> None:
         if progress:
             progress.update(status[0].item() / world_size)
         stopped = status[1].item() > 0
+        due = step % options.every == 0 or step == options.steps or stopped
+        if options.checkpoint and due:  # written while training goes on
+            optimizer.save_checkpoint(
+                options.checkpoint, module=model, extra={"step": step}, asynchronous=True
+            )
         if stopped:
             break
+    if options.checkpoint:
+        optimizer.wait_checkpoint()
 
     if progress:
         progress.close()
@@ -289,7 +308,7 @@ def train(options: argparse.Namespace, text: Text) -> None:
             sample = model.generate(text.tokens[:1], 300, generator, temperature=0.6)
             print(f"\nA sample of what the model writes now:\n\n{text.decode(sample)}")
         if options.plot:
-            plot(progress.losses, describe(options, world_size), options.plot)
+            plot(progress.losses, done, describe(options, world_size), options.plot)
     print_memory(model, optimizer)
 
 
@@ -358,6 +377,8 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         help="how the optimizer state is cut between ranks; none: not at all (default element)",
     )
     add("--log", type=writable, metavar="FILE", help="write step,loss to this CSV file")
+    add("--checkpoint", metavar="DIR", help="save to this directory, and go on from what is there")
+    count("--every", 100, "steps from one checkpoint to the next")
     add("--plot", type=writable, metavar="FILE", help="draw the losses (png, pdf or svg)")
     options = parser.parse_args()
 
@@ -365,6 +386,8 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         parser.error(
             f"--width: expected a multiple of --heads {options.heads}, got '{options.width}'"
         )
+    if options.checkpoint and options.sharding == "none":
+        parser.error("--checkpoint: expected a sharded optimizer, got '--sharding none'")
     world_size = int(os.environ.get("WORLD_SIZE", options.ranks or 2))
     if options.ranks not in (None, world_size):
         parser.error(

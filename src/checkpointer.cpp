@@ -37,12 +37,15 @@ std::exception_ptr with_rank(const std::exception_ptr& error, const std::string&
     return (found.starts_with("shardstep: ") ? "" : "shardstep: ") + found +
            (found.ends_with(who) ? "" : who);
   };
+  const c10::SourceLocation here{__func__, __FILE__, __LINE__};
   try {
     std::rethrow_exception(error);
   } catch (const c10::ValueError& caught) {
-    return std::make_exception_ptr(c10::ValueError({__func__, __FILE__, __LINE__}, text(caught)));
+    return std::make_exception_ptr(c10::ValueError(here, text(caught)));
+  } catch (const c10::TypeError& caught) {
+    return std::make_exception_ptr(c10::TypeError(here, text(caught)));
   } catch (const c10::Error& caught) {
-    return std::make_exception_ptr(c10::Error({__func__, __FILE__, __LINE__}, text(caught)));
+    return std::make_exception_ptr(c10::Error(here, text(caught)));
   } catch (...) {
     return error;
   }
@@ -363,18 +366,22 @@ class Checkpointer::Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // Copies the shard and starts writing.
+  // Copies the shard and starts writing. Does not throw: what goes wrong is the shard's error.
   void start() {
-    at::NoGradGuard no_grad;
-    for (auto& part : shard_.parts) {
-      part.tensor = at::empty_strided(part.tensor.sizes(), part.tensor.strides(),
-                                      part.tensor.options().device(at::kCPU))
-                        .copy_(part.tensor);
+    try {
+      at::NoGradGuard no_grad;
+      for (auto& part : shard_.parts) {
+        part.tensor = at::empty_strided(part.tensor.sizes(), part.tensor.strides(),
+                                        part.tensor.options().device(at::kCPU))
+                          .copy_(part.tensor);
+      }
+      thread_ = std::thread([this] {
+        write_shard();
+        if (rank_ == 0) write_index();
+      });
+    } catch (...) {
+      done(shard_done_, shard_error_, with_rank(std::current_exception(), who()));
     }
-    thread_ = std::thread([this] {
-      write_shard();
-      if (rank_ == 0) write_index();
-    });
   }
 
   void write_shard() {
@@ -415,7 +422,7 @@ class Checkpointer::Job {
   // What went wrong with the index, when it is written; nothing on ranks that do not write it.
   std::exception_ptr index_error() {
     if (rank_ != 0) return nullptr;
-    if (!in_background()) write_index();
+    if (!in_background() && !index_done_) write_index();
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return index_done_; });
     return index_error_;
@@ -525,10 +532,10 @@ void Checkpointer::save(const std::string& directory, CheckpointContent content,
       detail::index_to_text(head);
       lines = lines_of(directory, content, options.mode);
     } catch (...) {
-      error = with_rank(std::current_exception(), detail::who(group));
+      error = std::current_exception();
     }
   }
-  detail::agree(group, lines, error);
+  detail::agree(group, lines, error ? with_rank(error, detail::who(group)) : nullptr);
   head.id = agreed_id(group);
   auto job =
       std::make_shared<Job>(directory, std::move(head), std::move(shard), engine_.rank(), options);
@@ -596,10 +603,10 @@ LoadedCheckpoint Checkpointer::load(const std::string& directory, const Checkpoi
       bytes_read_ = checkpoint.bytes_read();
       lines.push_back("checkpoint " + checkpoint.index().id);
     } catch (...) {
-      error = with_rank(std::current_exception(), detail::who(group));
+      error = std::current_exception();
     }
   }
-  detail::agree(group, lines, error);
+  detail::agree(group, lines, error ? with_rank(error, detail::who(group)) : nullptr);
   return loaded;
 }
 

@@ -52,8 +52,10 @@ GptImpl::GptImpl(const GptOptions& options) : context_(options.context) {
   position_ = register_module("position", nn::Embedding(options.context, options.width));
   nn::init::normal_(token_->weight, 0, 0.02);
   nn::init::normal_(position_->weight, 0, 0.02);
+  const auto blocks = register_module("blocks", nn::ModuleList());  // as Python's names have it
   for (int64_t i = 0; i < options.layers; ++i) {
-    blocks_.push_back(register_module("block" + std::to_string(i), Block(options)));
+    blocks_.emplace_back(options);
+    blocks->push_back(blocks_.back());
   }
   norm_ = register_module("norm", layer_norm(options.width));
 }

@@ -57,9 +57,10 @@ Option choice(const std::string& name, std::string Options::* field,
           }};
 }
 
-Option path(const std::string& name, std::string Options::* field, const std::string& help) {
-  return {name, "FILE", help, [=](Options& options, const std::string& text) {
-            if (text.empty()) reject(name, "the name of a file", text);
+Option path(const std::string& name, std::string Options::* field, const std::string& help,
+            const std::string& value = "FILE") {
+  return {name, value, help, [=](Options& options, const std::string& text) {
+            if (text.empty()) reject(name, "a path", text);
             options.*field = text;
           }};
 }
@@ -91,6 +92,9 @@ const std::vector<Option>& all_options() {
       choice("sharding", &Options::sharding, {"parameter", "element"},
              "how the optimizer state is cut between ranks"),
       path("log", &Options::log, "write step,loss to this CSV file"),
+      path("checkpoint", &Options::checkpoint,
+           "save to this directory, and go on from what is there", "DIR"),
+      count("every", &Options::every, "steps from one checkpoint to the next"),
       {"help", "", "show this and exit",
        [](Options& options, const std::string&) { options.help = true; }},
   };

@@ -28,6 +28,8 @@ struct Options {
   std::string text;
   std::string sharding = "element";
   std::string log;
+  std::string checkpoint;
+  int64_t every = 100;
   bool help = false;
 };
 

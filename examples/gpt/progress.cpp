@@ -33,8 +33,11 @@ std::string clock_time(double seconds) {
 
 }  // namespace
 
-Progress::Progress(int64_t steps, int64_t tokens_per_step, const std::string& log)
-    : steps_(steps), tokens_per_step_(tokens_per_step), terminal_(::isatty(STDOUT_FILENO) == 1) {
+Progress::Progress(int64_t steps, int64_t tokens_per_step, const std::string& log, int64_t done)
+    : steps_(steps),
+      tokens_per_step_(tokens_per_step),
+      done_(done),
+      terminal_(::isatty(STDOUT_FILENO) == 1) {
   if (log.empty()) return;
   log_.open(log);
   log_.precision(std::numeric_limits<float>::max_digits10);
@@ -49,7 +52,7 @@ Progress::~Progress() {
 void Progress::update(int64_t step, double loss) {
   using namespace std::chrono_literals;
   if (log_.is_open()) log_ << step << ',' << loss << std::endl;
-  const bool edge = step == 1 || step == steps_;
+  const bool edge = step == done_ + 1 || step == steps_;
   if (terminal_) {
     if (!edge && Clock::now() - last_draw_ < 100ms) return;
     draw_bar(step, numbers(step, loss));
@@ -61,8 +64,9 @@ void Progress::update(int64_t step, double loss) {
 
 std::string Progress::numbers(int64_t step, double loss) const {
   const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-  const double speed = static_cast<double>(step * tokens_per_step_) / seconds;
-  const double left = seconds / static_cast<double>(step) * static_cast<double>(steps_ - step);
+  const auto made = static_cast<double>(step - done_);
+  const double speed = made * static_cast<double>(tokens_per_step_) / seconds;
+  const double left = seconds / made * static_cast<double>(steps_ - step);
   const int digits = static_cast<int>(std::to_string(steps_).size());
   return format("step %*lld/%lld  loss %.4f  %6.0f tokens/s  ETA %s", digits,
                 static_cast<long long>(step), static_cast<long long>(steps_), loss, speed,

@@ -11,7 +11,8 @@ namespace gpt {
 // file of every step's loss, if it has a name.
 class Progress {
  public:
-  Progress(int64_t steps, int64_t tokens_per_step, const std::string& log);
+  // `done` steps were made by an earlier run.
+  Progress(int64_t steps, int64_t tokens_per_step, const std::string& log, int64_t done);
   // Leaves the cursor on a line of its own.
   ~Progress();
   Progress(const Progress&) = delete;
@@ -25,7 +26,7 @@ class Progress {
   std::string numbers(int64_t step, double loss) const;
   void draw_bar(int64_t step, const std::string& numbers);
 
-  int64_t steps_, tokens_per_step_;
+  int64_t steps_, tokens_per_step_, done_;
   std::ofstream log_;
   bool terminal_;
   bool drawn_ = false;

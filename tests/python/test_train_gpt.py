@@ -1,5 +1,6 @@
 """Runs build/examples/train_gpt as a user would: real processes, real files, a real terminal."""
 
+import contextlib
 import csv
 import os
 import pty
@@ -20,6 +21,7 @@ TINY = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 8, "steps"
 OPTIONS = {
     *TINY,
     *("ranks", "optimizer", "lr", "seed", "text", "sharding", "log", "help"),
+    *("checkpoint", "every"),
 }
 LAUNCHER_VARIABLES = re.compile(
     "^(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMI|SLURM_|TORCHELASTIC_|OMP_NUM_THREADS)"
@@ -301,3 +303,71 @@ def test_a_rank_that_dies_ends_the_others(victim):
     assert process.returncode != 0
     assert "ending the others" in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+# Long, so that it is killed on its way.
+LONG = TINY | {"steps": 2000, "every": 5}
+
+
+def steps_of(log):
+    """Losses by step; of a killed run, the last line may be half."""
+    lines = log.read_text().splitlines(keepends=True)[1:] if log.exists() else []
+    rows = (line.split(",") for line in lines if line.endswith("\n"))
+    return {int(step): float(loss) for step, loss in rows}
+
+
+def family_of(pid):
+    """A process and its descendants: torchrun gives its workers sessions of their own."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rsplit(") ", 1)[1].split()[1])
+    family = [pid]
+    for member in family:
+        family += [child for child, parent in parents.items() if parent == member]
+    return family
+
+
+def kill_at(command, log, step):
+    """Runs a program until it has made so many steps, then kills it and its ranks. Its losses."""
+    with subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + LIMIT
+        while step not in steps_of(log) and time.monotonic() < deadline:
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.01)
+        for member in family_of(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+    losses = steps_of(log)
+    assert step in losses
+    return losses
+
+
+def check_resumed(expected, resumed, killed, tolerance):
+    """The resumed run began behind a checkpoint that the killed one had made."""
+    first = min(resumed)
+    assert 1 < first <= max(killed) + 1 and (first - 1) % LONG["every"] == 0
+    common = sorted(expected.keys() & resumed.keys())
+    assert len(common) >= 10
+    for step in common:
+        assert resumed[step] == pytest.approx(expected[step], abs=tolerance), step
+
+
+@pytest.mark.parametrize("ranks, tolerance", [(2, 0), (4, TOLERANCE)])
+def test_a_killed_run_goes_on(tmp_path, ranks, tolerance):
+    def run(name, ranks, step, *more):
+        log = tmp_path / f"{name}.csv"
+        command = [str(PROGRAM), *flags(LONG | {"ranks": ranks, "log": log}), *more]
+        return kill_at(command, log, step)
+
+    checkpoint = ("--checkpoint", str(tmp_path / "run"))
+    expected = run("whole", 2, 60)
+    killed = run("killed", 2, 23, *checkpoint)
+    resumed = run("resumed", ranks, 60, "--sharding", "parameter", *checkpoint)
+    check_resumed(expected, resumed, killed, tolerance)

@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import io
+import itertools
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +13,21 @@ import sys
 import pytest
 from matplotlib import image
 from ranks import run_ranks
-from test_train_gpt import LIMIT, OPTIONS, ROOT, TINY, environment, flags, losses_of, table_of
+from test_train_gpt import (
+    LIMIT,
+    LONG,
+    OPTIONS,
+    PROGRAM,
+    ROOT,
+    TINY,
+    check_resumed,
+    environment,
+    flags,
+    kill_at,
+    losses_of,
+    steps_of,
+    table_of,
+)
 from test_train_gpt import train as train_in_cpp
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -31,6 +47,21 @@ def train_on_this_rank(arguments):
     with contextlib.redirect_stdout(output):
         script.train(*script.parse_options())
     return output.getvalue()
+
+
+def train_and_die(arguments, step):
+    """Trains on this rank, which is killed when it asks for the batch after `step`."""
+    sys.argv[1:] = arguments
+    script = load_script()
+    batches = script.batches
+
+    def until_killed(*arguments):
+        yield from itertools.islice(batches(*arguments), step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    script.batches = until_killed
+    with contextlib.redirect_stdout(io.StringIO()):
+        script.train(*script.parse_options())
 
 
 def train(options, ranks=2):
@@ -148,6 +179,7 @@ def test_help_lists_every_option(monkeypatch, capsys):
         ("--text /nowhere/text", "No such file"),
         ("--text /dev/null", "at least --context + 1 = 65 characters, got 0"),
         ("--log /nowhere/log.csv", "--log: expected a file that can be written"),
+        ("--checkpoint run --sharding none", "--checkpoint: expected a sharded optimizer"),
     ],
 )
 def test_bad_options(monkeypatch, capsys, arguments, expected):
@@ -171,3 +203,25 @@ def test_interrupt_ends_with_the_table():
             process.kill()
     assert "Interrupted" in output
     assert "rank 1" in table_of(output)
+
+
+@pytest.mark.parametrize(
+    "first, then, ranks, tolerance",
+    [("python", "python", 2, 0), ("cpp", "python", 4, 1e-5), ("python", "cpp", 1, 1e-5)],
+)
+def test_a_killed_run_goes_on(tmp_path, first, then, ranks, tolerance):
+    """At another world size and in the other language too, from the same files."""
+
+    def run(language, name, ranks, step, more):
+        log = tmp_path / f"{name}.csv"
+        options = flags(LONG | more | {"ranks": ranks, "log": log})
+        if language == "cpp":
+            return kill_at([str(PROGRAM), *options], log, step)
+        run_ranks(ranks, train_and_die, options, step, lost=tuple(range(ranks)))
+        return steps_of(log)
+
+    checkpoint = {"checkpoint": tmp_path / "run"}
+    expected = run(then, "whole", 2, 40, {})
+    killed = run(first, "killed", 2, 23, checkpoint)
+    resumed = run(then, "resumed", ranks, 40, checkpoint | {"sharding": "parameter"})
+    check_resumed(expected, resumed, killed, tolerance)
