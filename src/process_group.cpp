@@ -5,6 +5,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <csignal>
+
 #include <algorithm>
 #include <cstdlib>
 #include <mutex>
@@ -24,6 +26,16 @@ struct DefaultGroup {
   std::mutex mutex;
   ProcessGroupPtr group;
 };
+
+// A rank that dies closes its sockets, and by default writing to one ends the process without a
+// word. Other ranks must get as far as an error. Python does the same.
+void ignore_broken_pipes() {
+  struct sigaction action{};
+  if (::sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) {
+    action.sa_handler = SIG_IGN;
+    ::sigaction(SIGPIPE, &action, nullptr);
+  }
+}
 
 // Never destroyed: a group's threads must not be joined while the process is being torn down.
 DefaultGroup& default_group() {
@@ -129,6 +141,7 @@ ProcessGroupPtr make_process_group(const StorePtr& store, int rank, int size,
     auto nccl = detail::make_nccl_backend(nccl_store, rank, size, options.timeout());
     group->setBackend(c10::DeviceType::CUDA, BackendType::NCCL, nccl);
   }
+  ignore_broken_pipes();
   auto gloo = detail::make_gloo_backend(store, rank, size, options.timeout());
   group->setBackend(c10::DeviceType::CPU, BackendType::GLOO, gloo);
   group->setDefaultBackend(backend == "nccl" ? BackendType::NCCL : BackendType::GLOO);

@@ -47,7 +47,8 @@ SHARDSTEP_API ProcessGroupPtr new_group(const std::vector<int>& ranks,
 // Which rank of the default group `rank` of this group is.
 SHARDSTEP_API int global_rank(const ProcessGroupPtr& group, int rank);
 
-// A group of `size` processes that meet in `store`. Collective.
+// A group of `size` processes that meet in `store`. From here on this process ignores SIGPIPE,
+// unless it has a handler: a rank that dies shall be an error on the others. Collective.
 SHARDSTEP_API ProcessGroupPtr make_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                                                  int rank, int size,
                                                  const ProcessGroupOptions& options = {});

@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import io
+import itertools
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from test_train_gpt import (
     flags,
     kill_at,
     losses_of,
+    steps_of,
     table_of,
 )
 from test_train_gpt import train as train_in_cpp
@@ -44,6 +47,21 @@ def train_on_this_rank(arguments):
     with contextlib.redirect_stdout(output):
         script.train(*script.parse_options())
     return output.getvalue()
+
+
+def train_and_die(arguments, step):
+    """Trains on this rank, which is killed when it asks for the batch after `step`."""
+    sys.argv[1:] = arguments
+    script = load_script()
+    batches = script.batches
+
+    def until_killed(*arguments):
+        yield from itertools.islice(batches(*arguments), step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    script.batches = until_killed
+    with contextlib.redirect_stdout(io.StringIO()):
+        script.train(*script.parse_options())
 
 
 def train(options, ranks=2):
@@ -193,13 +211,14 @@ def test_interrupt_ends_with_the_table():
 )
 def test_a_killed_run_goes_on(tmp_path, first, then, ranks, tolerance):
     """At another world size and in the other language too, from the same files."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
     def run(language, name, ranks, step, more):
         log = tmp_path / f"{name}.csv"
-        start = {"cpp": [str(PROGRAM)], "python": [*torchrun, str(ranks), "--", str(SCRIPT)]}
         options = flags(LONG | more | {"ranks": ranks, "log": log})
-        return kill_at([*start[language], *options], log, step)
+        if language == "cpp":
+            return kill_at([str(PROGRAM), *options], log, step)
+        run_ranks(ranks, train_and_die, options, step, lost=tuple(range(ranks)))
+        return steps_of(log)
 
     checkpoint = {"checkpoint": tmp_path / "run"}
     expected = run(then, "whole", 2, 40, {})
