@@ -374,7 +374,8 @@ TEST(Checkpoint, InTheBackgroundItHoldsTheStateOfTheCall) {
 TEST(Checkpoint, AWriterNeedsNoRanks) {
   const Folder folder;
   CheckpointIndex index;
-  index.parameters = {{"w", {2, 3, 4, 5}, at::kFloat}};
+  index.parameters.push_back(
+      {.name = "w", .shape = std::vector<int64_t>{2, 3, 4, 5}, .dtype = at::kFloat});
   index.param_groups.emplace_back().params = {0};
   index.param_groups[0].options.insert("lr", 0.25);
   index.state[0] = {"sum", "count"};
