@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <map>
 
@@ -221,11 +222,16 @@ class SharedMemoryExchange : public Exchange {
   }
 
   void all_gather_and_wait(const std::vector<Parts>& buckets) override {
-    if (!stream_) stream_ = std::make_unique<Stream>(*shared_, rank(), world_size());
     std::vector<Cursor> owners(world_size());
     for (const auto& parts : buckets) {
       for (int owner = 0; owner < world_size(); ++owner) owners[owner].add(parts[owner]);
     }
+    // A rank must not make memory and leave before the others have opened it: with nothing to send
+    // nobody would wait.
+    if (std::all_of(owners.begin(), owners.end(), [](const auto& o) { return o.left() == 0; })) {
+      return;
+    }
+    if (!stream_) stream_ = std::make_unique<Stream>(*shared_, rank(), world_size());
     stream_->run(owners);
   }
 
