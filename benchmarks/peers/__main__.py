@@ -5,7 +5,8 @@ on Gloo; on one host, and with 1 Gbit/s between two network namespaces, where ou
 sockets only, since it would notice that the memory is one. Contestants take turns in every round,
 each in fresh processes. Columns:
 
-  iteration  milliseconds of zero_grad, forward, backward and step, on the slowest rank
+  iteration  milliseconds of zero_grad, forward, backward and step, on the slowest rank, from the
+             end of one step to that of the next
   x ...      the iteration of torch's ZeRO with fused Adam to this one's: above 1 is faster;
              the median of each round's ratio
   step       milliseconds of step() alone, on the slowest rank

@@ -127,10 +127,13 @@ def measure(contestant: Contestant, loss_of: Callable, iterations: int) -> dict[
         key: [] for key in ("iteration", "step", "cpu", "sent", "loss")
     }
 
+    end, sent = time.perf_counter(), tcp_bytes_sent()
+
     def iterate() -> None:
-        # The barrier counts: what a step has left travelling must not arrive while no clock runs.
-        begin = time.perf_counter()
-        sent, cpu = tcp_bytes_sent(), time.process_time()
+        # From the end of one step to that of the next: what a step has left travelling must not
+        # arrive while no clock runs.
+        nonlocal end, sent
+        begin, sent_before, cpu = end, sent, time.process_time()
         dist.barrier()
         contestant.zero_grad()
         loss = loss_of(contestant.forward)
@@ -138,12 +141,12 @@ def measure(contestant: Contestant, loss_of: Callable, iterations: int) -> dict[
         stepping = time.perf_counter()
         contestant.step()
         end = time.perf_counter()
-        sent, cpu = tcp_bytes_sent() - sent, time.process_time() - cpu
+        sent, cpu = tcp_bytes_sent(), time.process_time() - cpu
         slowest = torch.tensor([end - begin, end - stepping], dtype=torch.float64) * 1e3
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         mean = loss.detach().double() / dist.get_world_size()
         dist.all_reduce(mean)
-        seen = (*slowest.tolist(), cpu * 1e3, sent, mean.item())
+        seen = (*slowest.tolist(), cpu * 1e3, sent - sent_before, mean.item())
         for values, value in zip(readings.values(), seen, strict=True):
             values.append(value)
 
