@@ -2,29 +2,31 @@
 
 The model is 20 x Linear(2000) (that of torch's ZeRO tutorial), Adam, batch 20, one thread a rank,
 on Gloo; on one host, and with 1 Gbit/s between two network namespaces, where ours is told to use
-sockets only, since it would notice that the memory is one. Contestants take turns in every round,
-each in fresh processes. Columns:
+sockets only, since it would notice that the memory is one. Every contestant, in fresh processes,
+meets torch's ZeRO with fused Adam and whom else a goal names: they take turns of a few iterations,
+so that what else the machine does hits all of them. Columns:
 
-  iteration  milliseconds of zero_grad, forward, backward and step, on the slowest rank, from the
-             end of one step to that of the next
+  iteration  milliseconds of zero_grad, forward, backward and step, on the slowest rank; a turn ends
+             when all that its last step sent has arrived
   x ...      the iteration of torch's ZeRO with fused Adam to this one's: above 1 is faster;
-             the median of each round's ratio
+             the median of each turn's ratio
   step       milliseconds of step() alone, on the slowest rank
   CPU        milliseconds of processor time of an iteration, all ranks and their threads
-  PSS        peak proportional set size of a rank, read by a thread during iterations of its own
+  PSS        peak proportional set size of a rank, read by a thread during iterations of its own,
+             when no other contestant is there
   sent       MB that a rank's TCP sockets sent in an iteration
   loss       after the last timed iteration, the ranks' mean: all but compute alone must agree
 
-Medians over iterations and rounds; PSS is the largest. MB are 10^6 bytes. DeepSpeed is installed
-into build/peers-deepspeed on first use. What cannot run here is skipped, with the reason.
+Medians over turns; PSS is the largest. MB are 10^6 bytes. DeepSpeed is installed into
+build/peers-deepspeed on first use. What cannot run here is skipped, with the reason.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import signal
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,9 +34,10 @@ from pathlib import Path
 import deepspeed_environment
 import link
 import report
-from contest import BASE, LINK_ROWS, ROWS, Case
-from launch import Environment, Place, Readings, TurnFailed, progress, run_ranks
+from contest import BASE, LINK_ROWS, ROWS, Case, Row, opponents
+from launch import Environment, Place, Ranks, RanksFailed, progress
 
+WARM_UP = 3  # iterations; DDP rebuilds its buckets after the first backward pass
 BUILD = Path(__file__).resolve().parent.parent.parent / "build"
 
 
@@ -50,15 +53,14 @@ def parse_arguments() -> argparse.Namespace:
     known = ", ".join(ROWS)
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {known}")
     add("--layers", type=int, default=20, help="fewer for a quick look (default 20)")
-    add("--rounds", type=int, default=5)
-    add("--iterations", type=int, default=8, help="timed iterations a turn (default 8)")
-    add("--link-rounds", type=int, default=2)
-    add("--link-iterations", type=int, default=3)
+    add("--turns", type=int, default=8, help="of each in a match (default 8)")
+    add("--iterations", type=int, default=2, help="in a turn (default 2)")
+    add("--link-turns", type=int, default=3, help="in the 1 Gbit/s case (default 3)")
     add("--timeout", type=float, default=300, help="seconds a turn may take (default 300)")
     add("--json", type=Path, metavar="FILE", default=BUILD / "peers.json")
     add("--plot", type=Path, metavar="FILE", default=BUILD / "peers.png")
     arguments = parser.parse_args()
-    for name in ("layers", "rounds", "iterations", "link_rounds", "link_iterations"):
+    for name in ("layers", "turns", "iterations", "link_turns"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     if any(ranks < 2 for ranks in arguments.ranks):
@@ -66,51 +68,77 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def run_case(
-    case: Case, place: Place, rounds: int, environments: dict[bool, Environment], timeout: float
-) -> Iterator[report.Rounds]:
-    """The rounds so far, after each turn. A row that fails once is left out from then on."""
-    readings: report.Rounds = []
-    rows = [ROWS[key] for key in case.rows]
-    for number in range(rounds):
-        turn: dict[str, Readings] = {}
-        readings.append(turn)
-        # Each round starts with another contestant, so that none always follows the same one.
-        start = number % max(1, len(rows))
-        for row in rows[start:] + rows[:start]:
-            where = f"peers: {case}, round {number + 1} of {rounds}, {row.name}"
-            arguments = ["--maker", row.maker, "--options", json.dumps(row.options)]
-            arguments += ["--layers", str(case.layers), "--iterations", str(case.iterations)]
-            try:
-                turn[row.name] = run_ranks(place, environments[row.deepspeed], arguments, timeout)
-            except TurnFailed as error:
-                progress(f"{where}: left out, {error}")
-                rows.remove(row)
-                continue
-            milliseconds = statistics.median(turn[row.name]["iteration"])
-            progress(f"{where}: {milliseconds:.0f} ms (load {os.getloadavg()[0]:.1f})")
-            yield readings
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """One contestant and those that take turns with it."""
+
+    case: Case
+    place: Place
+    environments: dict[bool, Environment]
+    arguments: argparse.Namespace
+
+    def ranks_of(self, row: Row) -> Ranks:
+        options = ["--maker", row.maker, "--options", json.dumps(row.options)]
+        options += ["--layers", str(self.case.layers)]
+        environment = self.environments[row.deepspeed]
+        return Ranks(self.place, environment, options, self.arguments.timeout)
+
+    def run(self, row: Row, others: list[Row], record: report.Record) -> None:
+        """Adds to the record. Memory is read when the others are gone."""
+        iterations = self.arguments.iterations
+        turns = self.arguments.link_turns if self.case.link else self.arguments.turns
+        with self.ranks_of(row) as ranks:
+            with contextlib.ExitStack() as stack:
+                field = {one.name: stack.enter_context(self.ranks_of(one)) for one in others}
+                field[row.name] = ranks
+                for one in field.values():
+                    one.iterate(WARM_UP)
+                names = list(field)
+                for turn in range(turns if others else 0):
+                    start = turn % len(names)  # none always follows the same one
+                    order = names[start:] + names[:start]
+                    record.turns.append({name: field[name].iterate(iterations) for name in order})
+            record.pss[row.name] = ranks.peak_memory()
 
 
-def all_turns(
-    arguments: argparse.Namespace, keys: list[str], environments: dict[bool, Environment]
-) -> Iterator[tuple[Case, report.Rounds]]:
-    """Each case's rounds so far, after each turn."""
+def run_case(match: Match, record: report.Record) -> Iterator[None]:
+    """Yields after each match. A row that fails is left out."""
+    rows = [ROWS[key] for key in match.case.rows]
+    for number, row in enumerate(rows):
+        where = f"peers: {match.case}, {number + 1} of {len(rows)}, {row.name}"
+        others = [other for other in opponents(row, match.case.link) if other in rows]
+        try:
+            match.run(row, others, record)
+        except RanksFailed as error:
+            progress(f"{where}: left out, {error}")
+            for turn in record.turns:
+                turn.pop(row.name, None)
+        else:
+            ratio = f"{report.speed(record.turns, row.name, BASE.name):.2f}x" if others else "base"
+            progress(f"{where}: {ratio} (load {os.getloadavg()[0]:.1f})")
+        yield
+
+
+def all_matches(
+    arguments: argparse.Namespace,
+    keys: list[str],
+    environments: dict[bool, Environment],
+    records: dict[Case, report.Record],
+) -> Iterator[None]:
+    """Yields after each match, with the records up to date."""
     for ranks in arguments.ranks:
-        case = Case(ranks, False, tuple(keys), arguments.layers, arguments.iterations)
+        case = Case(ranks, False, tuple(keys), arguments.layers)
         place = Place([[]] * ranks, "lo")
-        for rounds in run_case(case, place, arguments.rounds, environments, arguments.timeout):
-            yield case, rounds
+        records[case] = report.Record()
+        yield from run_case(Match(case, place, environments, arguments), records[case])
     if not arguments.link:
         return
-    link_keys = tuple(key for key in LINK_ROWS if key in keys)
-    case = Case(2, True, link_keys, arguments.layers, arguments.link_iterations)
-    count = arguments.link_rounds
+    case = Case(2, True, tuple(key for key in LINK_ROWS if key in keys), arguments.layers)
+    records[case] = report.Record()
     try:
         with link.gigabit_link() as prefixes:
             place = Place(prefixes, link.INTERFACE)
-            for rounds in run_case(case, place, count, environments, arguments.timeout):
-                yield case, rounds
+            yield from run_case(Match(case, place, environments, arguments), records[case])
     except link.NotPermitted as error:
         progress(f"peers: 1 Gbit/s is skipped: {error}")
 
@@ -128,37 +156,37 @@ def main() -> None:
             progress(f"peers: DeepSpeed is skipped: {error}")
             keys = [key for key in keys if not ROWS[key].deepspeed]
 
-    readings: dict[Case, report.Rounds] = {}
+    records: dict[Case, report.Record] = {}
     stopped = False
     try:
-        for case, rounds in all_turns(arguments, keys, environments):
-            readings[case] = rounds
+        for _ in all_matches(arguments, keys, environments, records):
+            pass
     except KeyboardInterrupt:
         stopped = True
         progress("peers: stopped; this is what was measured until then")
     tables = {
-        case: report.tabulate(rounds, [ROWS[key] for key in case.rows])
-        for case, rounds in readings.items()
+        case: report.tabulate(record, [ROWS[key] for key in case.rows])
+        for case, record in records.items()
     }
     tables = {case: table for case, table in tables.items() if table}
     for case, table in tables.items():
         print(f"\n{report.markdown(case, table)}", flush=True)
-    print(f"\n{report.goals(readings, tables)}".rstrip(), flush=True)
-    write(arguments, readings, tables)
-    odd = {str(case): report.odd_losses(readings[case], table) for case, table in tables.items()}
+    print(f"\n{report.goals(records, tables)}".rstrip(), flush=True)
+    write(arguments, records, tables)
+    odd = {str(case): report.odd_losses(records[case].turns) for case in tables}
     if any(odd.values()):
-        raise SystemExit(f"peers: the loss of these rows differs from the others': {odd}")
+        raise SystemExit(f"peers: the loss of these rows differs from torch's ZeRO's: {odd}")
     if stopped:
         raise SystemExit(130)
 
 
 def write(
     arguments: argparse.Namespace,
-    readings: dict[Case, report.Rounds],
+    records: dict[Case, report.Record],
     tables: dict[Case, report.Table],
 ) -> None:
     contents = [
-        {**dataclasses.asdict(case), "rounds": readings[case], "summary": table}
+        {**dataclasses.asdict(case), **dataclasses.asdict(records[case]), "summary": table}
         for case, table in tables.items()
     ]
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

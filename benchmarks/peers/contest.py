@@ -77,7 +77,6 @@ class Case:
     link: bool  # each rank in a network namespace of its own, 1 Gbit/s between them
     rows: tuple[str, ...]
     layers: int
-    iterations: int
 
     def __str__(self) -> str:
         where = "1 Gbit/s between them" if self.link else "one host"
@@ -109,3 +108,10 @@ GOALS = (
     Goal("stage 2, sockets", OURS_PAIRWISE, DDP_FUSED, False, memory=0.55, ranks=(2,)),
     Goal("shared parameters", OURS_ONE_COPY, DDP_FUSED, False, memory=0.45, ranks=(2,)),
 )
+
+
+def opponents(row: Row, link: bool) -> list[Row]:
+    """Whom a row is compared with: they take turns with it."""
+    against = [goal.base for goal in GOALS if goal.row == row and goal.link == link]
+    known = {base.name: base for base in [BASE, *against]}
+    return list(known.values()) if row is not BASE else []

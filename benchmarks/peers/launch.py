@@ -1,9 +1,10 @@
-"""Starts the ranks of a contestant in fresh processes and waits for what they measured."""
+"""The ranks of a contestant: fresh processes that are told what to do."""
 
 import contextlib
 import dataclasses
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -12,10 +13,10 @@ from pathlib import Path
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 
-Readings = dict[str, list[float]]
+Readings = dict[str, float]
 
 
-class TurnFailed(Exception):
+class RanksFailed(Exception):
     """Why a contestant has no readings."""
 
 
@@ -35,34 +36,76 @@ class Environment:
     variables: dict[str, str]
 
 
-def run_ranks(
-    place: Place, environment: Environment, arguments: list[str], timeout: float
-) -> Readings:
-    """Runs worker.py with these arguments and its rank's own."""
-    with tempfile.TemporaryDirectory(prefix="shardstep-peers-") as name:
-        folder, processes = Path(name), []
+class Ranks:
+    """Processes of worker.py with these arguments; they end with this context."""
+
+    def __init__(
+        self, place: Place, environment: Environment, arguments: list[str], timeout: float
+    ):
+        self._timeout = timeout
+        self._processes: list[subprocess.Popen] = []
         with contextlib.ExitStack() as stack:
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardstep-peers-"))
+            self._folder = Path(name)
+            arguments = [*arguments, "--timeout", str(timeout), "--store", f"{name}/store"]
             for rank, prefix in enumerate(place.prefixes):
-                log = stack.enter_context(open(folder / f"log{rank}", "w"))
-                command = [*prefix, str(environment.python), str(WORKER), *arguments]
-                command += ["--timeout", str(timeout), "--store", str(folder / "store")]
-                command += ["--result", str(folder / f"result{rank}")]
-                process = subprocess.Popen(
-                    command,
-                    env={**os.environ, **environment.variables, **rank_variables(place, rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
+                with open(self._log(rank), "w") as log:
+                    process = subprocess.Popen(
+                        [*prefix, str(environment.python), str(WORKER), *arguments],
+                        env={**os.environ, **environment.variables, **rank_variables(place, rank)},
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        text=True,
+                    )
                 stack.callback(end, process)
-                processes.append(process)
-            failed = wait(processes, timeout)
-        if failed is not None:
-            rank, why = failed
-            raise TurnFailed(f"rank {rank} {why}\n{tail(folder / f'log{rank}')}")
-        return merge(
-            [json.loads((folder / f"result{r}").read_text()) for r in range(len(processes))]
-        )
+                self._processes.append(process)
+            self._stack = stack.pop_all()
+
+    def iterate(self, count: int) -> Readings:
+        """Sizes are the largest rank's, processor time is all ranks'."""
+        results = self._order("iterate", count)
+        cpu, sent = sum(r["cpu"] for r in results), max(r["sent"] for r in results)
+        return results[0] | {"cpu": cpu, "sent": sent}
+
+    def peak_memory(self) -> float:
+        """Of the largest rank, in bytes."""
+        return max(result["pss"] for result in self._order("sample"))
+
+    def _order(self, *order: str | int) -> list[Readings]:
+        waiting = dict(enumerate(self._processes))
+        answers: dict[int, Readings] = {}
+        deadline = time.monotonic() + self._timeout
+        for rank, process in waiting.items():
+            try:
+                print(json.dumps(order), file=process.stdin, flush=True)
+            except BrokenPipeError:
+                raise self._failure(rank, "ended") from None
+        while waiting:
+            pipes = {process.stdout: rank for rank, process in waiting.items()}
+            ready, *_ = select.select(list(pipes), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._failure(min(waiting), f"took over {self._timeout:.0f} s")
+            for pipe in ready:
+                rank = pipes[pipe]
+                line = waiting.pop(rank).stdout.readline()
+                if not line:
+                    raise self._failure(rank, "ended")
+                answers[rank] = json.loads(line)
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"log{rank}"
+
+    def _failure(self, rank: int, why: str) -> "RanksFailed":
+        lines = self._log(rank).read_text(errors="replace").splitlines()[-12:]
+        return RanksFailed("\n".join([f"rank {rank} {why}", *lines]))
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def rank_variables(place: Place, rank: int) -> dict[str, str]:
@@ -75,38 +118,12 @@ def rank_variables(place: Place, rank: int) -> dict[str, str]:
     }
 
 
-def wait(processes: list[subprocess.Popen], timeout: float) -> tuple[int, str] | None:
-    """None when all ended well; else the rank that did not, and how."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code not in (None, 0):
-                return rank, f"ended with {code}"
-        if None not in codes:
-            return None
-        time.sleep(0.1)
-    return next(
-        r for r, p in enumerate(processes) if p.poll() is None
-    ), f"took over {timeout:.0f} s"
-
-
 def end(process: subprocess.Popen) -> None:
     process.kill()
     process.wait()
-
-
-def tail(log: Path, lines: int = 12) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def merge(results: list[Readings]) -> Readings:
-    """Sizes are the largest rank's, processor time is all ranks'."""
-    merged = {key: list(results[0][key]) for key in ("iteration", "step", "loss")}
-    for key, over_ranks in (("cpu", sum), ("sent", max)):
-        merged[key] = [over_ranks(vs) for vs in zip(*(r[key] for r in results), strict=True)]
-    merged["pss"] = [max(value for r in results for value in r["pss"])]
-    return merged
+    process.stdout.close()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
 
 
 def progress(message: str) -> None:

@@ -1,5 +1,6 @@
 """From readings to tables, a plot and a verdict on the goals."""
 
+import dataclasses
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -7,52 +8,58 @@ from pathlib import Path
 from contest import BASE, FLOOR, GOALS, Case, Row
 from launch import Readings
 
-Rounds = list[dict[str, Readings]]  # by row name; a row that failed is missing
+Turns = list[dict[str, Readings]]  # by the names of the rows that took part
+
+
+@dataclasses.dataclass
+class Record:
+    """What was measured of a case."""
+
+    turns: Turns = dataclasses.field(default_factory=list)
+    pss: dict[str, float] = dataclasses.field(default_factory=dict)  # by row
+
+
 Summary = dict[str, float]
 Table = dict[str, Summary]
 
 LOSS_TOLERANCE = 1e-3  # relative: sums in other orders, fused and plain kernels
 
 
-def speed(rounds: Rounds, row: str, base: str) -> float:
-    """How many times as fast as base: the median of each round's ratio."""
-    middle = statistics.median
+def speed(turns: Turns, row: str, base: str) -> float:
+    """How many times as fast as base: the median of each turn's ratio."""
     ratios = [
-        middle(turn[base]["iteration"]) / middle(turn[row]["iteration"])
-        for turn in rounds
+        turn[base]["iteration"] / turn[row]["iteration"]
+        for turn in turns
         if row in turn and base in turn
     ]
-    return middle(ratios) if ratios else float("nan")
+    return statistics.median(ratios) if ratios else float("nan")
 
 
-def summarize(rounds: Rounds, row: str) -> Summary:
-    def values(key: str) -> list[float]:
-        return [value for turn in rounds if row in turn for value in turn[row][key]]
-
-    summary = {key: statistics.median(values(key)) for key in ("iteration", "step", "cpu", "sent")}
-    summary["pss"] = max(values("pss"))
-    summary["loss"] = next(turn for turn in rounds if row in turn)[row]["loss"][-1]
-    summary["speed"] = speed(rounds, row, BASE.name)
+def summarize(record: Record, row: str) -> Summary:
+    readings = [turn[row] for turn in record.turns if row in turn]
+    keys = ("iteration", "step", "cpu", "sent")
+    summary = {key: statistics.median(one[key] for one in readings) for key in keys}
+    summary["pss"] = record.pss.get(row, float("nan"))
+    summary["loss"] = readings[-1]["loss"]
+    summary["speed"] = speed(record.turns, row, BASE.name)
     return summary
 
 
-def tabulate(rounds: Rounds, rows: list[Row]) -> Table:
-    ran = [row.name for row in rows if any(row.name in turn for turn in rounds)]
-    return {row: summarize(rounds, row) for row in ran}
+def tabulate(record: Record, rows: list[Row]) -> Table:
+    ran = [row.name for row in rows if any(row.name in turn for turn in record.turns)]
+    return {row: summarize(record, row) for row in ran}
 
 
-def odd_losses(rounds: Rounds, table: Table) -> list[str]:
-    """The rows that trained to another loss than most, in any round."""
-    trained = [row for row in table if row != FLOOR.name]
-    losses = {row: [t[row]["loss"][-1] for t in rounds if row in t] for row in trained}
-    if not losses:
-        return []
-    usual = statistics.median(value for values in losses.values() for value in values)
-    return [
+def odd_losses(turns: Turns) -> list[str]:
+    """The rows that had another loss than those they took turns with."""
+    odd = {
         row
-        for row, values in losses.items()
-        if any(not abs(value - usual) <= LOSS_TOLERANCE * abs(usual) for value in values)
-    ]
+        for turn in turns
+        for row, readings in turn.items()
+        if BASE.name in turn and row != FLOOR.name
+        if not abs(readings["loss"] / turn[BASE.name]["loss"] - 1) <= LOSS_TOLERANCE
+    }
+    return sorted(odd)
 
 
 COLUMNS: dict[str, Callable[[Summary], str]] = {
@@ -74,7 +81,7 @@ def markdown(case: Case, table: Table) -> str:
     return "\n".join(lines)
 
 
-def goals(readings: dict[Case, Rounds], tables: dict[Case, Table]) -> str:
+def goals(records: dict[Case, Record], tables: dict[Case, Table]) -> str:
     """Every goal whose rows ran; empty when none did."""
     head = ["| goal | against | ranks | asked | measured | |", "|---|---|---|---|---|---|"]
     lines = []
@@ -86,7 +93,7 @@ def goals(readings: dict[Case, Rounds], tables: dict[Case, Table]) -> str:
             if not all(name in table for name in names):
                 continue
             if goal.times is not None:
-                measured, asked = speed(readings[case], *names), goal.times
+                measured, asked = speed(records[case].turns, *names), goal.times
                 what, met = "as fast", measured >= asked
             else:
                 measured, asked = table[names[0]]["pss"] / table[names[1]]["pss"], goal.memory

@@ -1,6 +1,7 @@
 """One rank of one contestant. Run by `python benchmarks/peers`, also by DeepSpeed's own Python.
 
-The group is Gloo's, found through a file, so that ranks in other network namespaces meet too.
+Reads orders from its input, a line each, and answers each with a line of JSON. The group is Gloo's,
+found through a file, so that ranks in other network namespaces meet too.
 """
 
 import argparse
@@ -22,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from workload import make_model, proc_bytes, tcp_bytes_sent
 
 LEARNING_RATE = 1e-4
-WARM_UP = 3  # DDP rebuilds its buckets after the first backward pass
-SAMPLED = 2  # iterations after the timed ones, while a thread reads the memory
+SAMPLED = 2  # iterations while a thread reads the memory
 SAMPLE_EVERY = 0.01
 
 
@@ -32,6 +32,7 @@ class Contestant(NamedTuple):
     zero_grad: Callable[[], None]
     backward: Callable[[torch.Tensor], None]
     step: Callable[[], None]
+    settle: Callable[[], None] = lambda: None  # returns when nothing that a step left travels
 
 
 def with_optimizer(forward: Callable, optimizer: torch.optim.Optimizer) -> Contestant:
@@ -66,7 +67,8 @@ def make_zero(model: torch.nn.Module, ours: bool, ddp: bool, **options) -> Conte
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, **options
     )
-    return with_optimizer(forward, optimizer)
+    contestant = with_optimizer(forward, optimizer)
+    return contestant._replace(settle=optimizer.wait) if ours else contestant
 
 
 def make_fsdp2(model: torch.nn.Module) -> Contestant:
@@ -121,43 +123,44 @@ def memory_sampler(samples: list[int]) -> Iterator[None]:
         thread.join()
 
 
-def measure(contestant: Contestant, loss_of: Callable, iterations: int) -> dict[str, list[float]]:
-    """What this rank saw; times are the slowest rank's, the loss is the ranks' mean."""
-    readings: dict[str, list[float]] = {
-        key: [] for key in ("iteration", "step", "cpu", "sent", "loss")
-    }
+class Rank:
+    """The orders; each is collective."""
 
-    end, sent = time.perf_counter(), tcp_bytes_sent()
+    def __init__(self, contestant: Contestant, loss_of: Callable):
+        self.contestant = contestant
+        self.loss_of = loss_of
 
-    def iterate() -> None:
-        # From the end of one step to that of the next: what a step has left travelling must not
-        # arrive while no clock runs.
-        nonlocal end, sent
-        begin, sent_before, cpu = end, sent, time.process_time()
+    def iterate(self, count: int) -> dict[str, float]:
+        """An iteration, on the average. Times are the slowest rank's, the loss the ranks' mean."""
         dist.barrier()
-        contestant.zero_grad()
-        loss = loss_of(contestant.forward)
-        contestant.backward(loss)
-        stepping = time.perf_counter()
-        contestant.step()
-        end = time.perf_counter()
-        sent, cpu = tcp_bytes_sent(), time.process_time() - cpu
-        slowest = torch.tensor([end - begin, end - stepping], dtype=torch.float64) * 1e3
+        begin, cpu, sent, stepped = time.perf_counter(), time.process_time(), tcp_bytes_sent(), 0.0
+        for _ in range(count):
+            self.contestant.zero_grad()
+            loss = self.loss_of(self.contestant.forward)
+            self.contestant.backward(loss)
+            stepping = time.perf_counter()
+            self.contestant.step()
+            stepped += time.perf_counter() - stepping
+        self.contestant.settle()
+        end, cpu, sent = time.perf_counter(), time.process_time() - cpu, tcp_bytes_sent() - sent
+        slowest = torch.tensor([end - begin, stepped], dtype=torch.float64) * 1e3 / count
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         mean = loss.detach().double() / dist.get_world_size()
         dist.all_reduce(mean)
-        seen = (*slowest.tolist(), cpu * 1e3, sent - sent_before, mean.item())
-        for values, value in zip(readings.values(), seen, strict=True):
-            values.append(value)
+        iteration, step = slowest.tolist()
+        return {
+            "iteration": iteration,
+            "step": step,
+            "cpu": cpu * 1e3 / count,
+            "sent": sent / count,
+            "loss": mean.item(),
+        }
 
-    for _ in range(WARM_UP + iterations):
-        iterate()
-    result = {key: values[WARM_UP:] for key, values in readings.items()}
-    result["pss"] = []
-    with memory_sampler(result["pss"]):
-        for _ in range(SAMPLED):
-            iterate()
-    return result
+    def sample(self) -> dict[str, float]:
+        samples: list[int] = []
+        with memory_sampler(samples):
+            self.iterate(SAMPLED)
+        return {"pss": max(samples)}
 
 
 def main() -> None:
@@ -165,25 +168,28 @@ def main() -> None:
     parser.add_argument("--maker", choices=MAKERS, required=True)
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--store", required=True)
-    parser.add_argument("--result", type=Path, required=True)
     arguments = parser.parse_args()
+    # What contestants print goes to the log.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
 
     torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(arguments.store, world_size),
-        rank=rank,
+        rank=number,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=arguments.timeout),
     )
-    model, loss_of = make_model("linear", rank, arguments.layers)
+    model, loss_of = make_model("linear", number, arguments.layers)
     contestant = MAKERS[arguments.maker](model, **arguments.options)
-    result = measure(contestant, loss_of, arguments.iterations)
-    arguments.result.write_text(json.dumps(result))
+    rank = Rank(contestant, loss_of)
+    for line in sys.stdin:
+        order, *values = json.loads(line)
+        answers.write(json.dumps(getattr(rank, order)(*values)) + "\n")
     dist.destroy_process_group()
 
 

@@ -55,10 +55,6 @@ class SHARDSTEP_API Joinable {
   virtual at::Device join_device() const = 0;
   virtual ProcessGroupPtr join_process_group() const = 0;
 
- protected:
-  // Inside a Join, on a rank that has not joined: other ranks may be shadowing this one.
-  bool in_join() const { return join_place_.has_value(); }
-
  private:
   friend class Join;
   struct Place {

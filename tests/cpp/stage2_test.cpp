@@ -91,27 +91,32 @@ Tensors gradients_of(const Tensors& params, int rank, const std::vector<int>& pa
   return gradients;
 }
 
-// Adds the average over the ranks to `sums`, in rank order; of gradients as they travel, if they
-// are rounded for that.
+// Adds the average of what the ranks have given to `sums`, in rank order; of gradients as they
+// travel, if they are rounded for that.
+void add_average(const std::vector<Tensors>& given, const Tensors& params, Tensors& sums,
+                 std::optional<at::ScalarType> rounded_to) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    at::Tensor sum;
+    bool used = sums[i].defined();  // then a round in which nobody used it adds zeros
+    for (const auto& gradients : given) {
+      used = used || gradients[i].defined();
+      auto term = gradients[i].defined() ? gradients[i] : torch::zeros_like(params[i]).detach();
+      if (rounded_to) term = term.to(*rounded_to).to(params[i].scalar_type());
+      sum = sum.defined() ? sum + term : term.clone();
+    }
+    if (!used) continue;
+    sum.div_(static_cast<int64_t>(given.size()));
+    sums[i] = sums[i].defined() ? sums[i] + sum : sum;
+  }
+}
+
 void add_average(const Tensors& params, int world_size, const std::vector<int>& passes,
                  Tensors& sums, std::optional<at::ScalarType> rounded_to = std::nullopt) {
   std::vector<Tensors> given;
   for (int rank = 0; rank < world_size; ++rank) {
     given.push_back(gradients_of(params, rank, passes));
   }
-  for (size_t i = 0; i < params.size(); ++i) {
-    at::Tensor sum;
-    bool used = false;
-    for (int rank = 0; rank < world_size; ++rank) {
-      used = used || given[rank][i].defined();
-      auto term = given[rank][i].defined() ? given[rank][i] : torch::zeros_like(params[i]).detach();
-      if (rounded_to) term = term.to(*rounded_to).to(params[i].scalar_type());
-      sum = sum.defined() ? sum + term : term.clone();
-    }
-    if (!used) continue;
-    sum.div_(world_size);
-    sums[i] = sums[i].defined() ? sums[i] + sum : sum;
-  }
+  add_average(given, params, sums, rounded_to);
 }
 
 void set_all(const Tensors& params, const Tensors& gradients) {
@@ -509,23 +514,8 @@ TEST(Stage2, RandomModelsEqualTheReference) {
           }
           if (c.world_size == 1) {
             sums = given.front();
-            continue;
-          }
-          for (size_t i = 0; i < params.size(); ++i) {
-            at::Tensor sum;
-            bool used = false;
-            for (const auto& gradients : given) {
-              used = used || gradients[i].defined();
-              auto term = gradients[i].defined() ? gradients[i].clone()
-                                                 : torch::zeros_like(params[i]).detach();
-              if (c.way.gradient_dtype) {
-                term = term.to(*c.way.gradient_dtype).to(params[i].scalar_type());
-              }
-              sum = sum.defined() ? sum + term : term;
-            }
-            sum.div_(c.world_size);
-            // A round in which nobody used it adds zeros to what an earlier one has.
-            if (used || sums[i].defined()) sums[i] = sums[i].defined() ? sums[i] + sum : sum;
+          } else {
+            add_average(given, params, sums, c.way.gradient_dtype);
           }
         }
         if (c.clip_value) zero.clip_grad_value_(*c.clip_value);

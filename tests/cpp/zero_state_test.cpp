@@ -15,26 +15,12 @@ using test::error_of;
 using test::expect_equal;
 using test::make_params;
 using test::one_group;
+using test::optimizers;
 using test::plain_state_dict;
 using test::run_ranks;
-using test::set_gradients;
+using test::train;
 using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
-
-std::vector<LocalOptimizer> optimizers() {
-  return {local_optimizer(torch::optim::AdamOptions(0.01).amsgrad(true)),
-          local_optimizer(AdamWOptions(0.01)),
-          local_optimizer(torch::optim::SGDOptions(0.1).momentum(0.9)),
-          local_optimizer(torch::optim::AdagradOptions(0.1)),
-          local_optimizer(torch::optim::RMSpropOptions(0.01).centered(true).momentum(0.5))};
-}
-
-void train(std::vector<at::Tensor>& params, torch::optim::Optimizer& optimizer, int from, int to) {
-  for (int step = from; step < to; ++step) {
-    set_gradients(params, step);
-    optimizer.step();
-  }
-}
 
 ZeroOptions options(const ProcessGroupPtr& group, Sharding sharding, bool view = false,
                     double cap_mb = 0) {

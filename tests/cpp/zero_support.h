@@ -41,6 +41,24 @@ inline void set_gradients(const std::vector<at::Tensor>& params, int step) {
   }
 }
 
+// One of each class, with all the state that it can have.
+inline std::vector<LocalOptimizer> optimizers() {
+  return {local_optimizer(torch::optim::AdamOptions(0.01).amsgrad(true)),
+          local_optimizer(torch::optim::AdamWOptions(0.01)),
+          local_optimizer(torch::optim::SGDOptions(0.1).momentum(0.9)),
+          local_optimizer(torch::optim::AdagradOptions(0.1)),
+          local_optimizer(torch::optim::RMSpropOptions(0.01).centered(true).momentum(0.5))};
+}
+
+// Steps `from` to `to`, without the last.
+inline void train(std::vector<at::Tensor>& params, torch::optim::Optimizer& optimizer, int from,
+                  int to) {
+  for (int step = from; step < to; ++step) {
+    set_gradients(params, step);
+    optimizer.step();
+  }
+}
+
 inline void expect_equal(const std::vector<at::Tensor>& got,
                          const std::vector<at::Tensor>& expected, const std::string& what = "") {
   ASSERT_EQ(got.size(), expected.size());
