@@ -2,9 +2,10 @@
 
 The model is 20 x Linear(2000) (that of torch's ZeRO tutorial), Adam, batch 20, one thread a rank,
 on Gloo; on one host, and with 1 Gbit/s between two network namespaces, where ours is told to use
-sockets only, since it would notice that the memory is one. Every contestant, in fresh processes,
-meets torch's ZeRO with fused Adam and whom else a goal names: they take turns of a few iterations,
-so that what else the machine does hits all of them. Columns:
+sockets only, since it would notice that the memory is one. Every contestant meets torch's ZeRO with
+fused Adam and whom else a goal names: they take turns of a few iterations, so that what else the
+machine does hits all of them; and again in fresh processes, since where a process happens to lie in
+memory matters too. Columns:
 
   iteration  milliseconds of zero_grad, forward, backward and step, on the slowest rank; a turn ends
              when all that its last step sent has arrived
@@ -37,7 +38,7 @@ import report
 from contest import BASE, LINK_ROWS, ROWS, Case, Row, opponents
 from launch import Environment, Place, Ranks, RanksFailed, progress
 
-WARM_UP = 3  # iterations; DDP rebuilds its buckets after the first backward pass
+WARM_UP = 2  # iterations; DDP rebuilds its buckets after the first backward pass
 BUILD = Path(__file__).resolve().parent.parent.parent / "build"
 
 
@@ -53,14 +54,15 @@ def parse_arguments() -> argparse.Namespace:
     known = ", ".join(ROWS)
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {known}")
     add("--layers", type=int, default=20, help="fewer for a quick look (default 20)")
-    add("--turns", type=int, default=8, help="of each in a match (default 8)")
+    add("--matches", type=int, default=2, help="of each contestant (default 2)")
+    add("--turns", type=int, default=5, help="of each in a match (default 5)")
     add("--iterations", type=int, default=2, help="in a turn (default 2)")
-    add("--link-turns", type=int, default=3, help="in the 1 Gbit/s case (default 3)")
+    add("--link-turns", type=int, default=2, help="in the 1 Gbit/s case (default 2)")
     add("--timeout", type=float, default=300, help="seconds a turn may take (default 300)")
     add("--json", type=Path, metavar="FILE", default=BUILD / "peers.json")
     add("--plot", type=Path, metavar="FILE", default=BUILD / "peers.png")
     arguments = parser.parse_args()
-    for name in ("layers", "turns", "iterations", "link_turns"):
+    for name in ("layers", "matches", "turns", "iterations", "link_turns"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     if any(ranks < 2 for ranks in arguments.ranks):
@@ -98,7 +100,8 @@ class Match:
                     start = turn % len(names)  # none always follows the same one
                     order = names[start:] + names[:start]
                     record.turns.append({name: field[name].iterate(iterations) for name in order})
-            record.pss[row.name] = ranks.peak_memory()
+            pss = ranks.peak_memory()
+            record.pss[row.name] = max(pss, record.pss.get(row.name, 0))
 
 
 def run_case(match: Match, record: report.Record) -> Iterator[None]:
@@ -108,7 +111,8 @@ def run_case(match: Match, record: report.Record) -> Iterator[None]:
         where = f"peers: {match.case}, {number + 1} of {len(rows)}, {row.name}"
         others = [other for other in opponents(row, match.case.link) if other in rows]
         try:
-            match.run(row, others, record)
+            for _ in range(match.arguments.matches if others else 1):
+                match.run(row, others, record)
         except RanksFailed as error:
             progress(f"{where}: left out, {error}")
             for turn in record.turns:

@@ -19,7 +19,6 @@ class Row:
 
 FLOOR = Row("compute alone", "compute", {})
 DDP_FUSED = Row("DDP, fused Adam", "ddp", FUSED)
-DDP_FUSED_COPY = Row("DDP, fused Adam, no bucket view", "ddp", {"bucket_view": False, **FUSED})
 TORCH_ZERO_FUSED = Row("torch ZeRO, fused Adam", "zero", {"ours": False, "ddp": True, **FUSED})
 FSDP2 = Row("FSDP2, fused Adam", "fsdp2", {})
 OURS_STAGE_1 = Row("ours, stage 1, fused Adam", "zero", {"ours": True, "ddp": True, **FUSED})
@@ -51,7 +50,6 @@ ROWS = {
     "compute": FLOOR,
     "ddp": Row("DDP, Adam", "ddp", {}),
     "ddp-fused": DDP_FUSED,
-    "ddp-fused-copy": DDP_FUSED_COPY,
     "zero": Row("torch ZeRO, Adam", "zero", {"ours": False, "ddp": True}),
     "zero-fused": TORCH_ZERO_FUSED,
     "fsdp2": FSDP2,

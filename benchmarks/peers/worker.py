@@ -43,10 +43,10 @@ def make_compute(model: torch.nn.Module) -> Contestant:
     return Contestant(model, model.zero_grad, torch.Tensor.backward, lambda: None)
 
 
-def make_ddp(model: torch.nn.Module, bucket_view: bool = True, **defaults) -> Contestant:
+def make_ddp(model: torch.nn.Module, **defaults) -> Contestant:
     from torch.nn.parallel import DistributedDataParallel
 
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     return with_optimizer(ddp, torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, **defaults))
 
 
