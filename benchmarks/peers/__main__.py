@@ -29,7 +29,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed_environment
@@ -104,8 +103,8 @@ class Match:
             record.pss[row.name] = max(pss, record.pss.get(row.name, 0))
 
 
-def run_case(match: Match, record: report.Record) -> Iterator[None]:
-    """Yields after each match. A row that fails is left out."""
+def run_case(match: Match, record: report.Record) -> None:
+    """A row that fails is left out."""
     rows = [ROWS[key] for key in match.case.rows]
     for number, row in enumerate(rows):
         where = f"peers: {match.case}, {number + 1} of {len(rows)}, {row.name}"
@@ -120,21 +119,20 @@ def run_case(match: Match, record: report.Record) -> Iterator[None]:
         else:
             ratio = f"{report.speed(record.turns, row.name, BASE.name):.2f}x" if others else "base"
             progress(f"{where}: {ratio} (load {os.getloadavg()[0]:.1f})")
-        yield
 
 
-def all_matches(
+def run_cases(
     arguments: argparse.Namespace,
     keys: list[str],
     environments: dict[bool, Environment],
     records: dict[Case, report.Record],
-) -> Iterator[None]:
-    """Yields after each match, with the records up to date."""
+) -> None:
+    """Adds to the records as it goes on."""
     for ranks in arguments.ranks:
         case = Case(ranks, False, tuple(keys), arguments.layers)
         place = Place([[]] * ranks, "lo")
         records[case] = report.Record()
-        yield from run_case(Match(case, place, environments, arguments), records[case])
+        run_case(Match(case, place, environments, arguments), records[case])
     if not arguments.link:
         return
     case = Case(2, True, tuple(key for key in LINK_ROWS if key in keys), arguments.layers)
@@ -142,7 +140,7 @@ def all_matches(
     try:
         with link.gigabit_link() as prefixes:
             place = Place(prefixes, link.INTERFACE)
-            yield from run_case(Match(case, place, environments, arguments), records[case])
+            run_case(Match(case, place, environments, arguments), records[case])
     except link.NotPermitted as error:
         progress(f"peers: 1 Gbit/s is skipped: {error}")
 
@@ -163,8 +161,7 @@ def main() -> None:
     records: dict[Case, report.Record] = {}
     stopped = False
     try:
-        for _ in all_matches(arguments, keys, environments, records):
-            pass
+        run_cases(arguments, keys, environments, records)
     except KeyboardInterrupt:
         stopped = True
         progress("peers: stopped; this is what was measured until then")
