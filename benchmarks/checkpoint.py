@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rank_processes import Ranks, fork_context, slowest
+from table import markdown
 from workload import ROOT, ExtraMemory, make_model
 
 Result = dict[str, float]
@@ -164,14 +165,6 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
 }
 
 
-def markdown(title: str, summary: dict[str, Result]) -> str:
-    lines = [f"| {title} | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
-    for row, result in summary.items():
-        cells = " | ".join(cell(result) for cell in COLUMNS.values())
-        lines.append(f"| {row} | {cells} |")
-    return "\n".join(lines)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -198,7 +191,7 @@ def main() -> None:
     for world_size in arguments.ranks:
         rounds = compare(context, world_size, arguments)
         title = f"{arguments.layers} x Linear(2000), Adam, {world_size} ranks"
-        print(f"\n{markdown(title, summarize(rounds))}", flush=True)
+        print(f"\n{markdown(title, COLUMNS, summarize(rounds))}", flush=True)
         report.append({"ranks": world_size, "layers": arguments.layers, "rounds": rounds})
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rank_processes import Ranks, fork_context, slowest
+from table import Table, draw_iterations, markdown
 from workload import ExtraMemory, make_model, proc_bytes, tcp_bytes_sent
 
 TORCH = "torch's ZeRO"
@@ -211,15 +212,7 @@ COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
 }
 
 
-def markdown(case: Case, table: dict[str, dict[str, float]]) -> str:
-    lines = [f"| {case} | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
-    for row, summary in table.items():
-        cells = " | ".join(cell(summary) for cell in COLUMNS.values())
-        lines.append(f"| {row} | {cells} |")
-    return "\n".join(lines)
-
-
-def plot(tables: dict[Case, dict[str, dict[str, float]]], file: Path) -> None:
+def plot(tables: dict[Case, Table], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
@@ -230,13 +223,7 @@ def plot(tables: dict[Case, dict[str, dict[str, float]]], file: Path) -> None:
         len(tables), 2, figsize=size, squeeze=False, layout="constrained", sharey="row"
     )
     for (left, right), (case, table) in zip(axes, tables.items(), strict=True):
-        rows = list(reversed(table))
-        step = [table[row]["step"] for row in rows]
-        rest = [table[row]["iteration"] - table[row]["step"] for row in rows]
-        left.barh(rows, rest, color="lightgray", label="forward and backward")
-        left.barh(rows, step, left=rest, color="tab:blue", label="step()")
-        left.set_title(str(case), fontsize=10)
-        left.set_xlabel("ms an iteration")
+        rows = draw_iterations(left, str(case), table)
         consolidate = [table[row].get("consolidate", 0) for row in rows]
         right.barh(rows, consolidate, color="tab:orange")
         right.set_title("consolidate_state_dict()", fontsize=10)
@@ -288,7 +275,7 @@ def main() -> None:
         done += 1
         say(done, f"{case}: {TORCH} consolidated")
         tables[case] = make_table(duels, consolidated)
-        print(f"\n{markdown(case, tables[case])}", flush=True)
+        print(f"\n{markdown(str(case), COLUMNS, tables[case])}", flush=True)
         turns = {row: dataclasses.asdict(duel) for row, duel in duels.items()}
         report.append({**dataclasses.asdict(case), "duels": turns, "table": tables[case]})
     if arguments.json:

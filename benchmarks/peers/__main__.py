@@ -31,11 +31,13 @@ import signal
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import deepspeed_environment
 import link
 import report
 from contest import BASE, LINK_ROWS, ROWS, Case, Row, opponents
 from launch import Environment, Place, Ranks, RanksFailed, progress
+from table import Table, markdown
 
 WARM_UP = 2  # iterations; DDP rebuilds its buckets after the first backward pass
 BUILD = Path(__file__).resolve().parent.parent.parent / "build"
@@ -171,7 +173,7 @@ def main() -> None:
     }
     tables = {case: table for case, table in tables.items() if table}
     for case, table in tables.items():
-        print(f"\n{report.markdown(case, table)}", flush=True)
+        print(f"\n{markdown(str(case), report.COLUMNS, table)}", flush=True)
     print(f"\n{report.goals(records, tables)}".rstrip(), flush=True)
     write(arguments, records, tables)
     odd = {str(case): report.odd_losses(records[case].turns) for case in tables}
@@ -184,7 +186,7 @@ def main() -> None:
 def write(
     arguments: argparse.Namespace,
     records: dict[Case, report.Record],
-    tables: dict[Case, report.Table],
+    tables: dict[Case, Table],
 ) -> None:
     contents = [
         {**dataclasses.asdict(case), **dataclasses.asdict(records[case]), "summary": table}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from contest import BASE, FLOOR, GOALS, Case, Row
 from launch import Readings
+from table import Summary, Table, draw_iterations  # the folder above is on the path
 
 Turns = list[dict[str, Readings]]  # by the names of the rows that took part
 
@@ -18,9 +19,6 @@ class Record:
     turns: Turns = dataclasses.field(default_factory=list)
     pss: dict[str, float] = dataclasses.field(default_factory=dict)  # by row
 
-
-Summary = dict[str, float]
-Table = dict[str, Summary]
 
 LOSS_TOLERANCE = 1e-3  # relative: sums in other orders, fused and plain kernels
 
@@ -73,14 +71,6 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 }
 
 
-def markdown(case: Case, table: Table) -> str:
-    lines = [f"| {case} | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
-    for row, summary in table.items():
-        cells = " | ".join(cell(summary) for cell in COLUMNS.values())
-        lines.append(f"| {row} | {cells} |")
-    return "\n".join(lines)
-
-
 def goals(records: dict[Case, Record], tables: dict[Case, Table]) -> str:
     """Every goal whose rows ran; empty when none did."""
     head = ["| goal | against | ranks | asked | measured | |", "|---|---|---|---|---|---|"]
@@ -121,13 +111,7 @@ def plot(tables: dict[Case, Table], file: Path) -> None:
         height_ratios=heights,
     )
     for (left, right), (case, table) in zip(axes, tables.items(), strict=True):
-        rows = list(reversed(table))
-        step = [table[row]["step"] for row in rows]
-        rest = [table[row]["iteration"] - table[row]["step"] for row in rows]
-        left.barh(rows, rest, color="lightgray", label="forward and backward")
-        left.barh(rows, step, left=rest, color="tab:blue", label="step()")
-        left.set_title(str(case), fontsize=10)
-        left.set_xlabel("ms an iteration")
+        rows = draw_iterations(left, str(case), table)
         if FLOOR.name in table:
             left.axvline(table[FLOOR.name]["iteration"], color="black", linewidth=0.8, ls=":")
         right.barh(rows, [table[row]["pss"] / 1e6 for row in rows], color="tab:orange")
