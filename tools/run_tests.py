@@ -63,7 +63,10 @@ def main() -> int:
     counts = run("ctest", [*ctest, "--output-junit", str(report)], report, environment)
     if not arguments.cpp_only:
         report = build / "pytest.xml"
+        # One more than processors: ranks wait for each other a good part of the time.
+        side_by_side = ["-n", str(arguments.jobs + 1), "--dist", "loadfile"]
         pytest = [sys.executable, "-m", "pytest", "tests/python", f"--junitxml={report}"]
+        pytest += side_by_side
         counts += run("pytest", pytest, report, environment)
 
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
