@@ -72,8 +72,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @dataclasses.dataclass(frozen=True)
-class Match:
-    """One contestant and those that take turns with it."""
+class Arena:
+    """Where the matches of a case are held."""
 
     case: Case
     place: Place
@@ -86,8 +86,8 @@ class Match:
         environment = self.environments[row.deepspeed]
         return Ranks(self.place, environment, options, self.arguments.timeout)
 
-    def run(self, row: Row, others: list[Row], record: report.Record) -> None:
-        """Adds to the record. Memory is read when the others are gone."""
+    def hold_match(self, row: Row, others: list[Row], record: report.Record) -> None:
+        """Adds the turns to the record. Memory is read when the others are gone."""
         iterations = self.arguments.iterations
         turns = self.arguments.link_turns if self.case.link else self.arguments.turns
         with self.ranks_of(row) as ranks:
@@ -105,15 +105,15 @@ class Match:
             record.pss[row.name] = max(pss, record.pss.get(row.name, 0))
 
 
-def run_case(match: Match, record: report.Record) -> None:
+def run_case(arena: Arena, record: report.Record) -> None:
     """A row that fails is left out."""
-    rows = [ROWS[key] for key in match.case.rows]
+    rows = [ROWS[key] for key in arena.case.rows]
     for number, row in enumerate(rows):
-        where = f"peers: {match.case}, {number + 1} of {len(rows)}, {row.name}"
-        others = [other for other in opponents(row, match.case.link) if other in rows]
+        where = f"peers: {arena.case}, {number + 1} of {len(rows)}, {row.name}"
+        others = [other for other in opponents(row, arena.case.link) if other in rows]
         try:
-            for _ in range(match.arguments.matches if others else 1):
-                match.run(row, others, record)
+            for _ in range(arena.arguments.matches if others else 1):
+                arena.hold_match(row, others, record)
         except RanksFailed as error:
             progress(f"{where}: left out, {error}")
             for turn in record.turns:
@@ -134,7 +134,7 @@ def run_cases(
         case = Case(ranks, False, tuple(keys), arguments.layers)
         place = Place([[]] * ranks, "lo")
         records[case] = report.Record()
-        run_case(Match(case, place, environments, arguments), records[case])
+        run_case(Arena(case, place, environments, arguments), records[case])
     if not arguments.link:
         return
     case = Case(2, True, tuple(key for key in LINK_ROWS if key in keys), arguments.layers)
@@ -142,7 +142,7 @@ def run_cases(
     try:
         with link.gigabit_link() as prefixes:
             place = Place(prefixes, link.INTERFACE)
-            run_case(Match(case, place, environments, arguments), records[case])
+            run_case(Arena(case, place, environments, arguments), records[case])
     except link.NotPermitted as error:
         progress(f"peers: 1 Gbit/s is skipped: {error}")
 
