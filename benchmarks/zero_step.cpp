@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "shard/shard_engine.h"
 #include "shardstep/optim/adamw.h"
 #include "shardstep/shardstep.h"
 

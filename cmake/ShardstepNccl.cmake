@@ -1,7 +1,7 @@
 # Sets SHARDSTEP_NCCL_SOURCE: the NCCL backend where this libtorch and the machine have what it
 # needs to compile, else the file that refuses it.
 
-set(SHARDSTEP_NCCL_SOURCE src/process_group_no_nccl.cpp)
+set(SHARDSTEP_NCCL_SOURCE process_group_no_nccl.cpp)
 set(SHARDSTEP_HAS_NCCL OFF)
 if(TARGET torch_cuda)
   find_path(SHARDSTEP_NCCL_INCLUDE_DIR nccl.h
@@ -14,7 +14,7 @@ if(TARGET torch_cuda)
   if(without_nccl)
     message(STATUS "shardstep: this libtorch has no NCCL, building without it")
   elseif(SHARDSTEP_NCCL_INCLUDE_DIR)
-    set(SHARDSTEP_NCCL_SOURCE src/process_group_nccl.cpp)
+    set(SHARDSTEP_NCCL_SOURCE process_group_nccl.cpp)
     set(SHARDSTEP_HAS_NCCL ON)
   else()
     message(STATUS "shardstep: nccl.h not found, building without NCCL (set NCCL_INCLUDE_DIR)")
@@ -24,8 +24,7 @@ endif()
 function(shardstep_use_nccl target)
   if(SHARDSTEP_HAS_NCCL)
     target_include_directories(${target} SYSTEM PRIVATE ${SHARDSTEP_NCCL_INCLUDE_DIR})
-    set_source_files_properties(src/process_group_nccl.cpp PROPERTIES
-      COMPILE_DEFINITIONS USE_C10D_NCCL)
+    target_compile_definitions(${target} PRIVATE USE_C10D_NCCL)
     target_link_libraries(${target} PRIVATE torch_cuda)
   endif()
 endfunction()

@@ -20,10 +20,17 @@
 #include <vector>
 
 #include "shardstep/export.h"
-#include "shardstep/partition.h"
+#include "shardstep/range.h"
+#include "shardstep/sharding.h"
 #include "shardstep/state_dict.h"
 
 namespace shardstep {
+
+// How much of this rank's shard is written.
+struct CheckpointProgress {
+  int64_t written = 0;  // bytes
+  int64_t total = 0;
+};
 
 struct CheckpointPart {
   size_t file = 0;                  // in CheckpointIndex::files

@@ -12,6 +12,7 @@
 #include <torch/optim/sgd.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,10 +20,11 @@
 #include <utility>
 #include <vector>
 
-#include "shardstep/checkpointer.h"
+#include "shardstep/checkpoint.h"
 #include "shardstep/join.h"
 #include "shardstep/local_optimizer.h"
-#include "shardstep/shard_engine.h"
+#include "shardstep/process_group.h"
+#include "shardstep/sharding.h"
 #include "shardstep/state_dict.h"
 
 namespace torch::nn {
@@ -30,6 +32,12 @@ class Module;
 }
 
 namespace shardstep {
+
+class Checkpointer;
+class Pending;
+class ShardEngine;
+struct ParamGradient;
+struct StateValue;
 
 // What a checkpoint holds besides the optimizer's state and options.
 struct CheckpointOptions {
@@ -96,6 +104,8 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
                           const ZeroOptions& options = {})
       : ZeroRedundancyOptimizer(std::move(params), local_optimizer(optimizer), options) {}
 
+  ~ZeroRedundancyOptimizer() override;
+
   // Updates what this rank owns, then brings all parameters up to date on every rank. Returns the
   // closure's loss. Collective.
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -154,9 +164,9 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   void save_checkpoint(const std::string& directory, const CheckpointOptions& options = {});
   // Returns when the last save is complete, or throws what went wrong on any rank. Collective.
   void wait_checkpoint();
-  CheckpointProgress checkpoint_progress() const { return checkpointer_->progress(); }
+  CheckpointProgress checkpoint_progress() const;
   // How many bytes of the shards the last load_checkpoint read on this rank.
-  int64_t checkpoint_bytes_read() const { return checkpointer_->bytes_read(); }
+  int64_t checkpoint_bytes_read() const;
   // Loads a checkpoint of any world size and sharding; each rank reads what it needs. Returns what
   // was saved as `extra`. Throws ValueError that names what does not fit or is damaged, on every
   // rank, and has changed nothing. Collective.
@@ -176,18 +186,16 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   bool has(const at::Tensor& param) const {
     return index_of_.count(param.unsafeGetTensorImpl()) > 0;
   }
-  // The local optimizer. Its params are this rank's, see ShardEngine::local_params.
+  // The local optimizer. Its parameters are what this rank owns.
   torch::optim::Optimizer& optim() { return *optim_; }
   const ShardEngine& engine() const { return *engine_; }
-  const ProcessGroupPtr& process_group() const { return engine_->process_group(); }
-  int rank() const { return engine_->rank(); }
-  int world_size() const { return engine_->world_size(); }
+  const ProcessGroupPtr& process_group() const;
+  int rank() const { return process_group()->getRank(); }
+  int world_size() const { return process_group()->getSize(); }
   // This rank in the group that all processes started in.
   int global_rank() const { return shardstep::global_rank(process_group(), rank()); }
-  bool parameters_as_bucket_view() const {
-    return engine_->options().storage == BucketStorage::kFlat;
-  }
-  bool overlap_with_ddp() const { return engine_->options().overlap; }
+  bool parameters_as_bucket_view() const;
+  bool overlap_with_ddp() const;
   // Bytes of optimizer state that this rank holds.
   int64_t local_state_bytes() const;
 
@@ -203,7 +211,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   void push_options();
   void pull_options();
   std::map<int64_t, NamedValues> read_local_state() const;
-  StateDict whole_state_dict(const EngineState& state) const;
+  StateDict whole_state_dict(const std::map<int64_t, std::vector<StateValue>>& state) const;
   // Makes these the options and the whole state.
   void take(const GroupOptions& options, ParamStates& states);
   std::unique_ptr<torch::optim::Optimizer> make_plain() const;

@@ -8,7 +8,7 @@
 #include <torch/csrc/utils/tensor_dtypes.h>
 
 #include "bindings.h"
-#include "shardstep/checkpointer.h"
+#include "checkpoint/checkpointer.h"
 #include "values.h"
 
 namespace shardstep::python {

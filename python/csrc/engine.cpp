@@ -4,7 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings.h"
-#include "shardstep/shard_engine.h"
+#include "shard/shard_engine.h"
 
 namespace shardstep::python {
 namespace {

@@ -1,6 +1,6 @@
 // OverlappedStep for Python's DistributedDataParallel, whose hooks return Python futures.
 
-#include "shardstep/overlapped_step.h"
+#include "ddp/overlapped_step.h"
 
 #include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>

@@ -1,0 +1,62 @@
+#pragma once
+
+// index.json and the headers of shards, as text and checked.
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "format/json.h"
+#include "shardstep/checkpoint.h"
+
+namespace shardstep::detail {
+
+constexpr const char* kIndexName = "index.json";
+constexpr int64_t kMostHeaderBytes = int64_t{1} << 30;
+
+// A tensor's part that one rank writes. `tensor` has the elements in memory order, in any shape.
+struct ShardPart {
+  std::string name;
+  CheckpointTensor whole;  // without parts
+  Range elements;
+  at::Tensor tensor;
+};
+
+// What one rank contributes: its parts, and the rest of what the index says of its parameters.
+struct ShardContent {
+  std::vector<ShardPart> parts;
+  std::map<int64_t, std::vector<std::string>> state;
+  std::map<std::string, c10::IValue> values;
+};
+
+// Dtype, shape and memory order; no parts yet.
+CheckpointTensor describe(const at::Tensor& tensor);
+
+std::string shard_name(const std::string& id, int rank);
+// Whether a file is a shard, whole or not, or a temporary index: something that a save made.
+bool is_save_file(const std::string& name);
+
+// The layout of a shard: parts by offset, and the bytes that come first. The text has the same
+// length whatever the checksums are.
+struct ShardLayout {
+  std::vector<int64_t> offsets;  // of each part, in the file
+  int64_t bytes = 0;             // of the file
+  std::string header;
+};
+ShardLayout layout_of(const ShardContent& content, const CheckpointIndex& index, int rank,
+                      const std::vector<std::vector<uint32_t>>& checksums);
+
+// Adds what the header of a shard says to an index. Throws ValueError unless it is of that index.
+void merge_shard(std::string_view header, int rank, int64_t file_bytes, CheckpointIndex& index);
+
+// Throws ValueError unless param groups and state name each parameter, tensor and value once.
+void check_state(const CheckpointIndex& index);
+// And unless every element of every tensor is there once, in a place of its own.
+void check_index(const CheckpointIndex& index);
+
+// The text is a JSON object whose first key, "crc-32", has the checksum of all that follows.
+std::string index_to_text(const CheckpointIndex& index);
+// Reads an index and checks it.
+CheckpointIndex index_from_text(std::string_view text);
+
+}  // namespace shardstep::detail

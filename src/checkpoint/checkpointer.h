@@ -1,0 +1,110 @@
+#pragma once
+
+// Saving and loading what a ShardEngine's ranks hold, as a checkpoint (checkpoint.h): each rank
+// writes its own shard, rank 0 the index when all shards are there. Both faces use it.
+// Collective: save, wait, load and share. An error on one rank is an error on all; a save that
+// fails leaves the checkpoint that was there before. Thread safety: one thread at a time, but
+// progress() from any. Destruction does not communicate: it is finish().
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shard/shard_engine.h"
+#include "shardstep/checkpoint.h"
+#include "shardstep/export.h"
+#include "shardstep/state_dict.h"
+
+namespace shardstep {
+
+enum class SaveMode {
+  kBlocking,
+  kBackground,  // save() returns when the shard is copied
+};
+
+struct SaveOptions {
+  SaveMode mode = SaveMode::kBlocking;
+  // Called now and then by the thread that writes.
+  std::function<void(CheckpointProgress)> progress;
+  // How long rank 0 waits in the background for the other ranks' shards.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+};
+
+// A tensor of the module. Ranks share the writing of parameters, which are the same everywhere;
+// of buffers rank 0's count.
+struct ModuleTensor {
+  std::string name;
+  at::Tensor tensor;
+  bool is_buffer = false;
+};
+
+struct CheckpointContent {
+  std::map<int64_t, NamedValues> state;  // of this rank's local parameters, by parameter index
+  std::vector<StateDict::ParamGroup> param_groups;
+  std::vector<std::string> names;  // by parameter index, or empty
+  std::vector<ModuleTensor> module;
+  std::map<std::string, at::Tensor> rng;  // by device
+  c10::IValue extra;                      // a dict or none; rank 0's counts
+};
+
+// What a checkpoint is loaded into.
+struct CheckpointTarget {
+  std::vector<StateDict::ParamGroup> param_groups;
+  std::vector<std::string> names;    // by parameter index, or empty
+  bool elementwise = true;           // state has the parameter's shape, or no axes
+  std::vector<ModuleTensor> module;  // empty: not asked for
+};
+
+struct LoadedCheckpoint {
+  std::map<int64_t, NamedValues> state;  // of this rank's local parameters, on their devices
+  std::vector<StateDict::ParamGroup> param_groups;  // in the target's order
+  std::vector<at::Tensor> module;                   // in the target's order, on the CPU
+  std::map<std::string, at::Tensor> rng;            // by device; empty if there was no such rank
+  c10::IValue extra;
+};
+
+class SHARDSTEP_API Checkpointer {
+ public:
+  // REQUIRES: the engine lives longer.
+  explicit Checkpointer(const ShardEngine& engine);
+  ~Checkpointer();
+  Checkpointer(const Checkpointer&) = delete;
+  Checkpointer& operator=(const Checkpointer&) = delete;
+
+  // Waits for the last save first. `error` is what kept the caller from making the content.
+  // Collective.
+  void save(const std::string& directory, CheckpointContent content, const SaveOptions& options,
+            std::exception_ptr error = nullptr);
+  // Returns when the last save is complete on all ranks, or throws what went wrong. Collective.
+  void wait();
+  CheckpointProgress progress() const;
+  // Lets a save in the background end without asking the other ranks: rank 0 waits some seconds for
+  // their shards. To be sure of a checkpoint, call wait().
+  void finish();
+
+  // Reads what this rank needs, and verifies it. `prepare` gets it before the ranks agree that all
+  // is well; what it throws is an error on all ranks. Collective.
+  LoadedCheckpoint load(const std::string& directory, const CheckpointTarget& target,
+                        const std::function<void(const LoadedCheckpoint&)>& prepare = nullptr,
+                        std::exception_ptr error = nullptr);
+  // Throws on every rank if one of them has an error. Collective.
+  void share(const std::exception_ptr& error) const;
+  // How many bytes of the shards the last load() read on this rank.
+  int64_t bytes_read() const { return bytes_read_; }
+
+ private:
+  class Job;
+  const ShardEngine& engine_;
+  mutable std::mutex mutex_;  // guards the pointer
+  std::shared_ptr<Job> job_;  // the last save
+  bool waited_ = true;        // for it
+  int64_t bytes_read_ = 0;
+};
+
+}  // namespace shardstep

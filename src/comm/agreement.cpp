@@ -1,0 +1,173 @@
+#include "comm/agreement.h"
+
+#include <atomic>
+
+#include "comm/who.h"
+
+namespace shardstep::detail {
+namespace {
+
+std::atomic<int64_t> next_number{0};
+
+// FNV-1a: the same on every machine, unlike std::hash.
+int64_t hash_of(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (unsigned char byte : text) hash = (hash ^ byte) * 0x100000001b3u;
+  return static_cast<int64_t>(hash);
+}
+
+std::string join(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const auto& line : lines) text += line + '\n';
+  return text;
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> lines;
+  for (size_t begin = 0, end; (end = text.find('\n', begin)) != std::string::npos;
+       begin = end + 1) {
+    lines.push_back(text.substr(begin, end - begin));
+  }
+  return lines;
+}
+
+std::vector<std::string> all_gather_text(const ProcessGroupPtr& group, const std::string& own,
+                                         const std::vector<int64_t>& sizes) {
+  const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
+  auto padded = at::zeros({longest}, at::kByte);
+  std::copy(own.begin(), own.end(), padded.data_ptr<uint8_t>());
+  std::vector<std::string> texts;
+  for (const auto& tensor : all_gather(group, padded)) {
+    texts.emplace_back(reinterpret_cast<const char*>(tensor.const_data_ptr<uint8_t>()),
+                       sizes[texts.size()]);
+  }
+  return texts;
+}
+
+// Which rank first differs from rank 0, and where.
+std::string first_difference(const std::vector<std::string>& texts) {
+  const auto expected = split(texts[0]);
+  for (size_t rank = 1; rank < texts.size(); ++rank) {
+    const auto got = split(texts[rank]);
+    for (size_t i = 0; i < std::max(expected.size(), got.size()); ++i) {
+      const std::string none = "nothing more";
+      const auto& theirs = i < got.size() ? got[i] : none;
+      const auto& ours = i < expected.size() ? expected[i] : none;
+      if (ours != theirs) {
+        return c10::str("expected the same on every rank, got \"", ours, "\" on rank 0 and \"",
+                        theirs, "\" on rank ", rank);
+      }
+    }
+  }
+  return "expected the same on every rank";
+}
+
+}  // namespace
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& caught) {
+    return caught.what_without_backtrace();
+  } catch (const std::exception& caught) {
+    return caught.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+at::Device control_device(const ProcessGroupPtr& group) {
+  const auto devices = group->getDeviceTypes();
+  TORCH_CHECK_VALUE(!devices.empty(), "shardstep: expected a process group with a backend");
+  for (const auto& device : devices) {
+    if (device.is_cpu()) return device;
+  }
+  return devices.front();
+}
+
+std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tensor& own) {
+  std::vector<at::Tensor> input{own.to(control_device(group))};
+  std::vector<std::vector<at::Tensor>> output(1);
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    output[0].push_back(at::empty_like(input[0]));
+  }
+  group->allgather(output, input)->wait();
+  for (auto& tensor : output[0]) tensor = tensor.cpu();
+  return output[0];
+}
+
+int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& lines,
+              const std::exception_ptr& error) {
+  if (group->getSize() == 1) {
+    if (error) std::rethrow_exception(error);
+    return next_number++;
+  }
+  const std::string text = error ? message_of(error) : join(lines);
+  const auto summary =
+      at::tensor({error ? 0 : hash_of(text), static_cast<int64_t>(error != nullptr),
+                  static_cast<int64_t>(text.size()), next_number.load()},
+                 at::kLong);
+  const auto summaries = all_gather(group, summary);
+  bool same = true;
+  std::optional<int> failed;
+  std::vector<int64_t> sizes;
+  int64_t number = 0;
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    const auto* fields = summaries[rank].const_data_ptr<int64_t>();
+    same = same && fields[0] == summaries[0].const_data_ptr<int64_t>()[0];
+    if (fields[1] != 0 && !failed) failed = rank;
+    sizes.push_back(fields[2]);
+    number = std::max(number, fields[3]);
+  }
+  // Past every rank's, so that no rank ever meets a number twice.
+  for (int64_t seen = next_number; seen <= number;) {
+    if (next_number.compare_exchange_weak(seen, number + 1)) break;
+  }
+  if (same && !failed) return number;
+
+  const auto texts = all_gather_text(group, text, sizes);
+  if (error) std::rethrow_exception(error);
+  TORCH_CHECK_VALUE(!failed, "shardstep: rank ", *failed, " failed with: ", texts[*failed],
+                    who(group));
+  TORCH_CHECK_VALUE(false, "shardstep: ", first_difference(texts), who(group));
+}
+
+std::optional<Failure> first_failure(const ProcessGroupPtr& group,
+                                     const std::exception_ptr& error) {
+  bool is_value_error = false;
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const c10::ValueError&) {
+    is_value_error = true;
+  } catch (...) {
+  }
+  const auto text = error ? message_of(error) : "";
+  if (group->getSize() == 1) {
+    if (!error) return std::nullopt;
+    return Failure{0, text, is_value_error};
+  }
+  const auto summaries = all_gather(
+      group, at::tensor({static_cast<int64_t>(error != nullptr),
+                         static_cast<int64_t>(is_value_error), static_cast<int64_t>(text.size())},
+                        at::kLong));
+  std::optional<Failure> failure;
+  std::vector<int64_t> sizes;
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    const auto* fields = summaries[rank].const_data_ptr<int64_t>();
+    if (fields[0] != 0 && !failure) failure = Failure{rank, "", fields[1] != 0};
+    sizes.push_back(fields[2]);
+  }
+  if (failure) failure->message = all_gather_text(group, text, sizes)[failure->rank];
+  return failure;
+}
+
+void throw_failure(const ProcessGroupPtr& group, const Failure& failure,
+                   const std::exception_ptr& error) {
+  if (error) std::rethrow_exception(error);
+  const auto message =
+      c10::str("shardstep: rank ", failure.rank, " failed with: ", failure.message, who(group));
+  TORCH_CHECK_VALUE(!failure.is_value_error, message);
+  TORCH_CHECK(false, message);
+}
+
+}  // namespace shardstep::detail

@@ -1,0 +1,331 @@
+#include <algorithm>
+#include <cstring>
+
+#include "comm/agreement.h"
+#include "shard/shard_engine.h"
+#include "shard/state_layout.h"
+
+namespace shardstep {
+namespace {
+
+// Tags of control messages; buckets count from 0.
+constexpr int kSizeTag = 0xffff;
+constexpr int kCatalogueTag = 0xfffe;
+constexpr int64_t kInlineBytes = 64;
+
+// How a value travels.
+enum class Form : int64_t {
+  kBytes,   // in the catalogue
+  kInline,  // a small tensor, in the catalogue
+  kWhole,   // a tensor of any shape
+  kCut,     // a tensor with one element for each of the slice's
+};
+
+struct Entry {
+  std::string name;
+  Form form = Form::kBytes;
+  std::string bytes;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;
+};
+
+// What one rank has to send: for each of its slices, in order, the values of its state.
+using Catalogue = std::vector<std::vector<Entry>>;
+
+class Writer {
+ public:
+  void number(int64_t value) { text(&value, sizeof(value)); }
+  void string(const std::string& value) {
+    number(static_cast<int64_t>(value.size()));
+    text(value.data(), value.size());
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  void text(const void* data, size_t size) { bytes_.append(static_cast<const char*>(data), size); }
+  std::string bytes_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::string bytes) : bytes_(std::move(bytes)) {}
+  int64_t number() {
+    int64_t value = 0;
+    std::memcpy(&value, take(sizeof(value)), sizeof(value));
+    return value;
+  }
+  std::string string() {
+    const int64_t size = number();
+    return {take(size), static_cast<size_t>(size)};
+  }
+
+ private:
+  const char* take(int64_t size) {
+    TORCH_INTERNAL_ASSERT(size >= 0 && at_ + size <= static_cast<int64_t>(bytes_.size()),
+                          "shardstep: a catalogue of optimizer state ends early");
+    at_ += size;
+    return bytes_.data() + at_ - size;
+  }
+  std::string bytes_;
+  int64_t at_ = 0;
+};
+
+std::string encode(const Catalogue& catalogue) {
+  Writer out;
+  out.number(static_cast<int64_t>(catalogue.size()));
+  for (const auto& entries : catalogue) {
+    out.number(static_cast<int64_t>(entries.size()));
+    for (const auto& entry : entries) {
+      out.string(entry.name);
+      out.number(static_cast<int64_t>(entry.form));
+      out.string(entry.bytes);
+      out.number(static_cast<int64_t>(entry.dtype));
+      out.number(static_cast<int64_t>(entry.sizes.size()));
+      for (int64_t size : entry.sizes) out.number(size);
+    }
+  }
+  return out.bytes();
+}
+
+Catalogue decode(std::string bytes) {
+  Reader in(std::move(bytes));
+  Catalogue catalogue(in.number());
+  for (auto& entries : catalogue) {
+    entries.resize(in.number());
+    for (auto& entry : entries) {
+      entry.name = in.string();
+      entry.form = static_cast<Form>(in.number());
+      entry.bytes = in.string();
+      entry.dtype = static_cast<at::ScalarType>(in.number());
+      entry.sizes.resize(in.number());
+      for (auto& size : entry.sizes) size = in.number();
+    }
+  }
+  return catalogue;
+}
+
+Entry describe(const StateValue& value, bool cut) {
+  Entry entry{.name = value.name, .bytes = value.bytes, .sizes = {}};
+  if (!value.tensor.defined()) return entry;
+  entry.dtype = value.tensor.scalar_type();
+  entry.sizes = value.tensor.sizes().vec();
+  if (cut) {
+    entry.form = Form::kCut;
+  } else if (value.tensor.nbytes() <= kInlineBytes) {
+    const auto tensor = value.tensor.detach().cpu().contiguous();
+    entry.form = Form::kInline;
+    entry.bytes.assign(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+  } else {
+    entry.form = Form::kWhole;
+  }
+  return entry;
+}
+
+at::Tensor inline_tensor(const Entry& entry) {
+  auto tensor = at::empty(entry.sizes, entry.dtype);
+  std::copy(entry.bytes.begin(), entry.bytes.end(), static_cast<char*>(tensor.mutable_data_ptr()));
+  return tensor;
+}
+
+// Room on the CPU for a whole state tensor, laid out as the parameter where shapes agree.
+at::Tensor room_for(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& param) {
+  const auto options = at::TensorOptions().dtype(dtype);
+  return sizes == param.sizes() ? at::empty_strided(sizes, param.strides(), options)
+                                : at::empty(sizes, options);
+}
+
+StateValue& value_named(ParamState& state, const std::string& name) {
+  for (auto& value : state) {
+    if (value.name == name) return value;
+  }
+  return state.emplace_back(StateValue{name, {}, {}});
+}
+
+using Slices = std::vector<const Slice*>;
+
+// What this rank has to say of each of its slices.
+Catalogue catalogue_of(const Slices& slices, const EngineState& local, Sharding sharding) {
+  Catalogue catalogue(slices.size());
+  for (size_t i = 0; i < slices.size(); ++i) {
+    const auto found = local.find(slices[i]->param);
+    if (found == local.end()) continue;
+    for (const auto& value : found->second) {
+      const bool cut =
+          value.tensor.defined() && detail::is_cut(value.tensor, slices[i]->elements, sharding);
+      catalogue[i].push_back(describe(value, cut));
+    }
+  }
+  return catalogue;
+}
+
+// Everyone's catalogue on `to`; nothing elsewhere. Collective.
+std::vector<Catalogue> gather_catalogues(Exchange& exchange, const ProcessGroupPtr& group,
+                                         const Catalogue& own, int to) {
+  const auto device = detail::control_device(group);
+  const auto text = encode(own);
+  auto text_tensor = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::copy(text.begin(), text.end(), static_cast<char*>(text_tensor.mutable_data_ptr()));
+  const auto size = at::full({1}, text_tensor.numel(), at::kLong).to(device);
+
+  Parts sizes(group->getSize()), texts(group->getSize());
+  const bool target = group->getRank() == to;
+  for (auto& part : sizes) part = {at::empty_like(size)};
+  exchange.gather({size}, sizes, to, kSizeTag)->wait();
+  for (int rank = 0; target && rank < group->getSize(); ++rank) {
+    if (rank == to) continue;
+    texts[rank] = {
+        at::empty({sizes[rank][0].item<int64_t>()}, at::TensorOptions(at::kByte).device(device))};
+  }
+  exchange.gather({text_tensor.to(device)}, texts, to, kCatalogueTag)->wait();
+
+  std::vector<Catalogue> catalogues;
+  for (int rank = 0; target && rank < group->getSize(); ++rank) {
+    if (rank == to) {
+      catalogues.push_back(own);
+      continue;
+    }
+    const auto bytes = texts[rank][0].cpu();
+    const auto* data = static_cast<const char*>(bytes.const_data_ptr());
+    catalogues.push_back(decode(std::string(data, data + bytes.numel())));
+  }
+  return catalogues;
+}
+
+// This rank's tensors of a bucket in the order of its catalogue, 1-D and on the parameters' device.
+std::vector<at::Tensor> outgoing(const std::vector<at::Tensor>& params, const Slices& slices,
+                                 const Catalogue& catalogue, const EngineState& local,
+                                 size_t bucket) {
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    if (slices[i]->bucket != bucket) continue;
+    const auto& param = params[slices[i]->param];
+    for (size_t v = 0; v < catalogue[i].size(); ++v) {
+      const auto form = catalogue[i][v].form;
+      if (form != Form::kWhole && form != Form::kCut) continue;
+      const auto& state = local.at(slices[i]->param)[v].tensor;
+      const auto ordered = form == Form::kWhole && state.sizes() == param.sizes()
+                               ? in_order_of(param, state)
+                               : state.contiguous();
+      tensors.push_back(flat_view(ordered).to(param.device()));
+    }
+  }
+  return tensors;
+}
+
+// Where the same tensors belong in the whole state, which gets room for them. What came with the
+// catalogue is put there at once.
+std::vector<at::Tensor> places(const std::vector<at::Tensor>& params, const Slices& slices,
+                               const Catalogue& catalogue, EngineState& whole, size_t bucket) {
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    if (slices[i]->bucket != bucket) continue;
+    const auto& [param_index, rank, elements, in_bucket, offset] = *slices[i];
+    const auto& param = params[param_index];
+    for (const auto& entry : catalogue[i]) {
+      auto& value = value_named(whole[param_index], entry.name);
+      if (entry.form == Form::kBytes) {
+        value.bytes = entry.bytes;
+      } else if (entry.form == Form::kInline) {
+        value.tensor = room_for(entry.sizes, entry.dtype, param).copy_(inline_tensor(entry));
+      } else {
+        const bool cut = entry.form == Form::kCut;
+        if (!value.tensor.defined()) {
+          const at::IntArrayRef sizes = cut ? param.sizes() : at::IntArrayRef(entry.sizes);
+          value.tensor = room_for(sizes, entry.dtype, param);
+        }
+        const auto flat = flat_view(value.tensor);
+        tensors.push_back(cut ? flat.narrow(0, elements.begin, elements.size()) : flat);
+      }
+    }
+  }
+  return tensors;
+}
+
+// Tensors to receive into: the places themselves where messages can land in them.
+std::vector<at::Tensor> landing(const std::vector<at::Tensor>& places, at::Device device) {
+  if (device.is_cpu()) return places;
+  std::vector<at::Tensor> tensors;
+  for (const auto& place : places) {
+    tensors.push_back(at::empty(place.sizes(), place.options().device(device)));
+  }
+  return tensors;
+}
+
+void copy_all(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to) {
+  for (size_t i = 0; i < from.size(); ++i) {
+    if (!from[i].is_same(to[i])) to[i].copy_(from[i]);
+  }
+}
+
+}  // namespace
+
+// What a rank owns, bucket by bucket.
+std::vector<const Slice*> ShardEngine::owned_slices(int rank) const {
+  Slices slices;
+  for (size_t group = 0; group < group_count(); ++group) {
+    for (const auto& slice : partition_.owned(rank, group)) slices.push_back(&slice);
+  }
+  std::stable_sort(slices.begin(), slices.end(),
+                   [](const Slice* a, const Slice* b) { return a->bucket < b->bucket; });
+  return slices;
+}
+
+EngineState ShardEngine::gather_state(const EngineState& local, int to) {
+  TORCH_CHECK_VALUE(0 <= to && to < world_size(), "shardstep: expected a rank from 0 to ",
+                    world_size() - 1, " to gather the state on, got ", to, " (rank ", rank(),
+                    " of ", world_size(), ")");
+  at::NoGradGuard no_grad;
+  const auto own_slices = owned_slices(rank());
+  const auto own = catalogue_of(own_slices, local, options_.sharding);
+  const auto catalogues =
+      exchange_ ? gather_catalogues(*exchange_, group_, own, to) : std::vector<Catalogue>{own};
+  std::vector<Slices> slices;
+  for (size_t r = 0; r < catalogues.size(); ++r)
+    slices.push_back(owned_slices(static_cast<int>(r)));
+
+  EngineState whole;
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    const auto sent = outgoing(params_, own_slices, own, local, b);
+    Parts targets, received;
+    for (size_t r = 0; r < catalogues.size(); ++r) {
+      targets.push_back(places(params_, slices[r], catalogues[r], whole, b));
+      received.push_back(landing(targets[r], buckets_[b].params().front().device()));
+    }
+    if (exchange_) exchange_->gather(sent, received, to, static_cast<int>(b))->wait();
+    for (size_t r = 0; r < targets.size(); ++r) {
+      copy_all(static_cast<int>(r) == rank() ? sent : received[r], targets[r]);
+    }
+  }
+  return whole;
+}
+
+EngineState ShardEngine::cut_state(const EngineState& whole) const {
+  at::NoGradGuard no_grad;
+  EngineState own;
+  for (const auto& group : local_) {
+    for (const auto& local : group) {
+      const auto found = whole.find(local.index);
+      if (found == whole.end()) continue;
+      const auto& param = params_[local.index];
+      auto& state = own[local.index];
+      for (const auto& value : found->second) {
+        StateValue cut{value.name, {}, value.bytes};
+        if (value.tensor.defined() && detail::like_param(value.name, value.tensor.sizes(), param)) {
+          const auto dtype = detail::state_dtype(value.tensor.scalar_type(), param);
+          auto ordered = in_order_of(param, value.tensor.detach());
+          if (options_.sharding == Sharding::kElement) {
+            ordered = flat_view(ordered).narrow(0, local.elements.begin, local.elements.size());
+          }
+          cut.tensor = ordered.to(ordered.options().dtype(dtype).device(param.device()), false,
+                                  /*copy=*/true);
+        } else if (value.tensor.defined()) {
+          cut.tensor = value.tensor.detach().clone();
+        }
+        state.push_back(std::move(cut));
+      }
+    }
+  }
+  return own;
+}
+
+}  // namespace shardstep

@@ -1,0 +1,78 @@
+#include "checkpoint/fuzz/read_checkpoint.h"
+
+#include <ATen/ATen.h>
+
+#include <bit>
+#include <cstring>
+
+#include "shardstep/checkpoint.h"
+
+namespace shardstep::test {
+namespace {
+
+bool same_tensor(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides() &&
+         std::memcmp(a.contiguous().const_data_ptr(), b.contiguous().const_data_ptr(),
+                     a.nbytes()) == 0;
+}
+
+bool same_values(const NamedValues& a, const NamedValues& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i].key() != b[i].key() || !same_value(a[i].value(), b[i].value())) return false;
+  }
+  return true;
+}
+
+bool all_same(c10::ArrayRef<c10::IValue> a, c10::ArrayRef<c10::IValue> b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), same_value);
+}
+
+}  // namespace
+
+bool same_value(const c10::IValue& a, const c10::IValue& b) {
+  if (a.tagKind() != b.tagKind()) return false;
+  if (a.isTensor()) return same_tensor(a.toTensor(), b.toTensor());
+  if (a.isDouble()) {
+    return std::bit_cast<uint64_t>(a.toDouble()) == std::bit_cast<uint64_t>(b.toDouble());
+  }
+  if (a.isTuple()) return all_same(a.toTupleRef().elements(), b.toTupleRef().elements());
+  if (a.isList()) return all_same(a.toListRef(), b.toListRef());
+  return a == b;
+}
+
+bool same_state(const StateDict& a, const StateDict& b) {
+  if (a.state.size() != b.state.size() || a.param_groups.size() != b.param_groups.size()) {
+    return false;
+  }
+  for (const auto& [index, values] : a.state) {
+    const auto other = b.state.find(index);
+    if (other == b.state.end() || !same_values(values, other->second)) return false;
+  }
+  for (size_t g = 0; g < a.param_groups.size(); ++g) {
+    if (a.param_groups[g].params != b.param_groups[g].params ||
+        !same_values(a.param_groups[g].options, b.param_groups[g].options)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+ReadOutcome read_whole_checkpoint(const std::string& directory) {
+  try {
+    Checkpoint checkpoint(directory);
+    checkpoint.verify();
+    for (const auto& [name, tensor] : checkpoint.index().tensors) {
+      checkpoint.read(name);
+      checkpoint.read(name, {tensor.numel() / 3, tensor.numel() / 2});
+    }
+    return {checkpoint.state_dict(), {}};
+  } catch (const c10::ValueError& error) {
+    std::string text = error.what_without_backtrace();
+    if (!text.starts_with("shardstep: ")) throw;
+    return {std::nullopt, std::move(text)};
+  }
+}
+
+}  // namespace shardstep::test

@@ -1,0 +1,207 @@
+#include "comm/exchange.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "support/test_support.h"
+
+namespace shardstep {
+namespace {
+
+// One tensor a rank and size; values tell who made them. `equal` makes them lie side by side.
+Parts make_parts(int world_size, int64_t size, bool equal, int seed) {
+  const auto random = test::generator(seed);
+  Parts parts(world_size);
+  if (equal) {
+    const auto flat = torch::randn({world_size * size}, random);
+    for (int rank = 0; rank < world_size; ++rank) {
+      if (size > 0) parts[rank].push_back(flat.narrow(0, rank * size, size));
+    }
+  } else {
+    for (int rank = 0; rank < world_size; ++rank) {
+      for (int i = 0; i <= rank; ++i) parts[rank].push_back(torch::randn({size + i}, random));
+    }
+  }
+  return parts;
+}
+
+class ExchangeTest : public testing::TestWithParam<std::tuple<ExchangeKind, int>> {
+ protected:
+  // Calls `body` on every rank, for parts of several sizes, side by side and apart.
+  template <class Body>
+  void for_all_parts(Body body) {
+    const auto [kind, world_size] = GetParam();
+    test::run_ranks(world_size, [&, kind = kind](const ProcessGroupPtr& group) {
+      auto exchange = make_exchange(group, {.kind = kind, .channel = 3});
+      for (int64_t size : {0, 1, 1000}) {
+        for (bool equal : {false, true}) body(*exchange, group->getRank(), size, equal);
+      }
+    });
+  }
+};
+
+TEST_P(ExchangeTest, AllGatherBringsEveryOwnersParts) {
+  const int world_size = std::get<1>(GetParam());
+  for_all_parts([&](Exchange& exchange, int self, int64_t size, bool equal) {
+    auto parts = make_parts(world_size, size, equal, self);
+    exchange.all_gather(parts, 0)->wait();
+    for (int owner = 0; owner < world_size; ++owner) {
+      const auto expected = make_parts(world_size, size, equal, owner);
+      for (size_t i = 0; i < parts[owner].size(); ++i) {
+        EXPECT_TRUE(at::equal(parts[owner][i], expected[owner][i]));
+      }
+    }
+  });
+}
+
+// Sizes around those of the pieces that shared memory moves, and rounds of different length.
+TEST_P(ExchangeTest, ManyBucketsReachEveryone) {
+  const int world_size = std::get<1>(GetParam());
+  for_all_parts([&](Exchange& exchange, int self, int64_t size, bool equal) {
+    for (int round = 0; round < 4; ++round) {
+      const auto make = [&](int rank) {
+        std::vector<Parts> buckets;
+        for (int64_t extra : {int64_t{0}, round * size * 70, int64_t{1}}) {
+          buckets.push_back(make_parts(world_size, size + extra, equal, 10 * rank + round));
+        }
+        return buckets;
+      };
+      auto buckets = make(self);
+      exchange.all_gather_and_wait(buckets);
+      for (int owner = 0; owner < world_size; ++owner) {
+        const auto expected = make(owner);
+        for (size_t b = 0; b < buckets.size(); ++b) {
+          for (size_t i = 0; i < buckets[b][owner].size(); ++i) {
+            EXPECT_TRUE(at::equal(buckets[b][owner][i], expected[b][owner][i]));
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(ExchangeTest, ReduceScatterAddsUpOnTheOwner) {
+  const auto [kind, world_size] = GetParam();
+  for_all_parts([&, kind = kind, world_size = world_size](Exchange& exchange, int self,
+                                                          int64_t size, bool equal) {
+    auto parts = make_parts(world_size, size, equal, self);
+    exchange.reduce_scatter(parts, 0)->wait();
+    std::vector<Parts> given;
+    for (int rank = 0; rank < world_size; ++rank) {
+      given.push_back(make_parts(world_size, size, equal, rank));
+    }
+    for (size_t i = 0; i < parts[self].size(); ++i) {
+      auto sum = given[0][self][i].clone();
+      for (int rank = 1; rank < world_size; ++rank) sum.add_(given[rank][self][i]);
+      if (kind != ExchangeKind::kNative) {
+        EXPECT_TRUE(at::equal(parts[self][i], sum)) << "expected the bits of a sum in rank order";
+      } else {
+        // The backend adds in an order of its own.
+        EXPECT_TRUE(at::allclose(parts[self][i], sum, 1e-5, 1e-6));
+      }
+    }
+    // What others own is theirs to change.
+    for (int other = 0; other < world_size; ++other) {
+      if (other == self) continue;
+      for (size_t i = 0; i < parts[other].size(); ++i) {
+        EXPECT_TRUE(at::equal(parts[other][i], given[self][other][i]));
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ExchangeTest,
+                         testing::Combine(testing::Values(ExchangeKind::kNative,
+                                                          ExchangeKind::kPairwise,
+                                                          ExchangeKind::kSharedMemory),
+                                          testing::Values(2, 3, 4, 7)));
+
+TEST(Exchange, GatherReachesOneRank) {
+  test::run_ranks(3, [](const ProcessGroupPtr& group) {
+    auto exchange = make_exchange(group, {.kind = ExchangeKind::kAuto, .channel = 0});
+    const int self = group->getRank();
+    Parts into(3);
+    if (self == 2) {
+      for (int rank = 0; rank < 2; ++rank)
+        into[rank] = {torch::zeros({rank + 1}), torch::zeros({0})};
+    }
+    const std::vector<at::Tensor> own{torch::full({self + 1}, self + 5.0), torch::zeros({0})};
+    exchange->gather(own, into, 2, 1)->wait();
+    if (self == 2) {
+      for (int rank = 0; rank < 2; ++rank) {
+        EXPECT_TRUE(at::equal(into[rank][0], torch::full({rank + 1}, rank + 5.0)));
+      }
+    }
+    EXPECT_EQ(exchange->traffic().bytes_sent, self == 2 ? 0 : 4 * (self + 1));
+    EXPECT_EQ(exchange->traffic().bytes_received, self == 2 ? 12 : 0);
+  });
+}
+
+class AnyOrder : public testing::TestWithParam<ExchangeKind> {};
+INSTANTIATE_TEST_SUITE_P(All, AnyOrder,
+                         testing::Values(ExchangeKind::kPairwise, ExchangeKind::kSharedMemory));
+
+TEST_P(AnyOrder, BucketsMayStartAndFinishAsTheyLike) {
+  test::run_ranks(3, [](const ProcessGroupPtr& group) {
+    auto exchange = make_exchange(group, {.kind = GetParam(), .channel = 0});
+    const int self = group->getRank();
+    constexpr int kBuckets = 6;
+    std::vector<Parts> buckets(kBuckets);
+    for (auto& parts : buckets) {
+      for (int rank = 0; rank < 3; ++rank) parts.push_back({torch::full({100}, self)});
+    }
+    // Every rank starts and ends at another bucket.
+    std::vector<std::unique_ptr<Pending>> pending;
+    for (int i = 0; i < kBuckets; ++i) {
+      const int bucket = (i * 5 + self * 2) % kBuckets;
+      pending.push_back(exchange->all_gather(buckets[bucket], bucket));
+    }
+    std::reverse(pending.begin(), pending.end());
+    for (auto& one : pending) one->wait();
+    for (auto& parts : buckets) {
+      for (int rank = 0; rank < 3; ++rank) {
+        EXPECT_TRUE(at::equal(parts[rank][0], torch::full({100}, rank)));
+      }
+    }
+  });
+}
+
+TEST(Exchange, CountsTwoShardsLessOwnOnTheWire) {
+  test::run_ranks(4, [](const ProcessGroupPtr& group) {
+    auto exchange = make_exchange(group, {.kind = ExchangeKind::kPairwise, .channel = 0});
+    auto parts = make_parts(4, 10, true, 0);
+    exchange->all_gather(parts, 0)->wait();
+    EXPECT_EQ(exchange->traffic().bytes_sent, 3 * 40);
+    EXPECT_EQ(exchange->traffic().bytes_received, 3 * 40);
+  });
+}
+
+TEST(Exchange, AutoSharesMemoryOnOneHost) {
+  test::run_ranks(2, [](const ProcessGroupPtr& group) {
+    EXPECT_STREQ(make_exchange(group, {.kind = ExchangeKind::kAuto, .channel = 0})->name(),
+                 "shared_memory");
+    EXPECT_STREQ(make_exchange(group, {.kind = ExchangeKind::kNative, .channel = 0})->name(),
+                 "native");
+  });
+}
+
+TEST(Exchange, AbsentRankIsNamedWithinTheTimeout) {
+  test::run_ranks(
+      2,
+      [](const ProcessGroupPtr& group) {
+        if (group->getRank() == 1) return;
+        auto exchange = make_exchange(group, {.kind = ExchangeKind::kPairwise, .channel = 0});
+        auto parts = make_parts(2, 10, true, 0);
+        try {
+          exchange->all_gather(parts, 0)->wait();
+          FAIL() << "expected an error";
+        } catch (const std::exception& error) {
+          EXPECT_NE(std::string(error.what()).find("rank 1 (rank 0 of 2)"), std::string::npos)
+              << error.what();
+        }
+      },
+      std::chrono::seconds(60), std::chrono::seconds(4));
+}
+
+}  // namespace
+}  // namespace shardstep

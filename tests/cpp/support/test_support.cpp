@@ -1,0 +1,89 @@
+#include "support/test_support.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <latch>
+#include <mutex>
+#include <thread>
+
+namespace shardstep::test {
+namespace {
+
+// Aborts the process, so that a debugger or core shows every stack, unless destroyed in time.
+class Watchdog {
+ public:
+  explicit Watchdog(std::chrono::seconds limit)
+      : thread_([this, limit] {
+          std::unique_lock lock(mutex_);
+          if (done_.wait_for(lock, limit, [this] { return finished_; })) return;
+          std::fprintf(stderr, "ranks did not finish within %lld s: aborting\n",
+                       static_cast<long long>(limit.count()));
+          std::abort();
+        }) {}
+  ~Watchdog() {
+    {
+      std::lock_guard lock(mutex_);
+      finished_ = true;
+    }
+    done_.notify_all();
+    thread_.join();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable done_;
+  bool finished_ = false;
+  std::thread thread_;
+};
+
+}  // namespace
+
+void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,
+               std::chrono::seconds limit, std::chrono::milliseconds timeout) {
+  Watchdog watchdog(limit);
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  store->setTimeout(timeout);
+  std::mutex mutex;
+  std::exception_ptr first_error;
+  auto report = [&](int rank, const char* what) {
+    std::lock_guard lock(mutex);
+    std::fprintf(stderr, "rank %d of %d let an exception through: %s\n", rank, world_size, what);
+    if (!first_error) first_error = std::current_exception();
+  };
+  // A rank that is done at once would close connections that others are still making.
+  std::latch connected(world_size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world_size; ++rank) {
+    threads.emplace_back([&, rank] {
+      // Dies after the report, so that its error precedes those of the ranks that then see a closed
+      // connection.
+      ProcessGroupPtr group;
+      bool started = false;
+      try {
+        at::set_num_threads(1);
+        group = make_process_group(store, rank, world_size,
+                                   ProcessGroupOptions().backend("gloo").timeout(timeout));
+        started = true;
+        connected.arrive_and_wait();
+        body(group);
+      } catch (const std::exception& error) {
+        report(rank, error.what());
+      } catch (...) {
+        report(rank, "not a std::exception");
+      }
+      if (!started) connected.count_down();
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  if (first_error) std::rethrow_exception(first_error);
+}
+
+at::Generator generator(uint64_t seed) { return at::make_generator<at::CPUGeneratorImpl>(seed); }
+
+}  // namespace shardstep::test
