@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -23,7 +24,7 @@ struct LocalOptimizer {
   std::string name;
   // Whether an element's update depends on nothing but that element's gradient and state, so that
   // the optimizer may run on a part of a parameter.
-  bool elementwise = true;
+  bool elementwise = false;
   std::shared_ptr<const torch::optim::OptimizerOptions> defaults;
   // Groups with options keep exactly these; groups without get the defaults. (torch::optim itself
   // takes an option that equals its class's default for unset.)
@@ -43,6 +44,9 @@ struct LocalOptimizer {
   // The state takes the tensors it is given, without a copy, but for custom_optimizer's.
   std::function<std::unique_ptr<torch::optim::OptimizerParamState>(const NamedValues&)> write_state;
 };
+
+// Whether the torch.optim class of this name is element-wise. The one list of them, for both faces.
+SHARDSTEP_API bool is_known_elementwise(std::string_view name);
 
 SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::AdamOptions& defaults);
 SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::AdamWOptions& defaults);
@@ -121,7 +125,6 @@ LocalOptimizer custom_optimizer(Options defaults, std::string name) {
   using torch::serialize::InputArchive;
   using torch::serialize::OutputArchive;
   auto local = detail::base_optimizer<Optimizer, Options>(defaults, name);
-  local.elementwise = false;
   local.read_options = [name](const torch::optim::OptimizerOptions& options) {
     return detail::archive_to_values([&](OutputArchive& archive) { options.serialize(archive); },
                                      name + "'s options");

@@ -8,6 +8,8 @@ from torch._C._distributed_c10d import GradBucket
 version: str
 torch_version: str
 
+def is_known_elementwise(name: str) -> bool: ...
+
 class LocalParam:
     @property
     def index(self) -> int: ...

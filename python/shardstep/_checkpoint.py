@@ -1,79 +1,154 @@
-"""What of a module, of torch's generators and of param groups goes into a checkpoint, in the form
-that the engine takes; and the bar of a long save."""
+"""Checkpoints: directories to which each rank writes what it owns."""
 
 import os
-import sys
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from shardstep._progress import ProgressBar
+from shardstep._C import Checkpointer
+from shardstep._checkpoint_content import (
+    module_tensors,
+    parameter_names,
+    rng_states,
+    set_rng_states,
+)
+from shardstep._errors import telling_every_rank
+from shardstep._progress import Progress, saving_progress
+from shardstep._sharded_optimizer import ShardedOptimizer
 
-ModuleTensors = list[tuple[str, torch.Tensor, bool]]
-Progress = Callable[[int, int], object]
 
+class CheckpointMethods(ShardedOptimizer):
+    """save_checkpoint, load_checkpoint and what goes with them."""
 
-def module_tensors(module: nn.Module | None) -> ModuleTensors:
-    """Name, tensor, and whether it is a buffer. Tied tensors have one name; DDP adds none."""
-    if module is None:
-        return []
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
-    kept = module.state_dict()
-    for name, value in kept.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"shardstep: cannot save the module's {name}: expected a tensor, got "
-                f"{type(value).__qualname__}; save it in `extra`"
+    _checkpointer: Checkpointer
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        module: torch.nn.Module | None = None,
+        extra: dict[str, Any] | None = None,
+        rng: bool = True,
+        asynchronous: bool = False,
+        progress: bool | Progress | None = None,
+    ) -> None:
+        """Writes a checkpoint: each rank what it owns. Waits for the last save first. Collective.
+
+        What was in the directory before stays until the new checkpoint is complete, also if this
+        fails; then every rank raises.
+
+        Args:
+            module: its parameters and buffers are saved too, and name the optimizer's parameters.
+            extra: small values of your own; rank 0's count. Numbers, strings, bools, None, small
+                tensors, and lists, tuples and dicts of these.
+            rng: saves torch's random generators of each rank.
+            asynchronous: return when this rank's shard is copied; a thread writes it. What goes
+                wrong then is raised by the next save_checkpoint or wait_checkpoint.
+            progress: called by the thread that writes, with bytes written and bytes in all of this
+                rank's shard. True: a bar. None: a bar on rank 0 if it has a terminal, the save
+                takes long and is not asynchronous.
+        """
+        content: dict[str, Any] = {
+            "state": {},
+            "param_groups": [],
+            "names": [],
+            "module": [],
+            "rng": {},
+            "extra": extra,
+        }
+
+        def save(error: str | None) -> None:
+            self._checkpointer.save(
+                os.fspath(directory),
+                **content,
+                background=asynchronous,
+                progress=saving_progress(progress, directory, self.rank, asynchronous),
+                error=error,
             )
-    tensors = [(name, param.detach(), False) for name, param in module.named_parameters()]
-    tensors += [(name, buffer, True) for name, buffer in module.named_buffers() if name in kept]
-    return tensors
 
+        with telling_every_rank(save):
+            self._let_parameters_arrive()
+            self._push_options()
+            content["state"] = {
+                self._local[key].index if isinstance(key, int) else key: values
+                for key, values in self.optim.state_dict()["state"].items()
+            }
+            content["param_groups"] = self._packed_groups()
+            content["names"] = parameter_names(self._index_of, self.param_groups, module)
+            content["module"] = module_tensors(module)
+            content["rng"] = rng_states() if rng else {}
 
-def parameter_names(
-    params: Iterable[torch.Tensor], groups: list[dict[str, Any]], module: nn.Module | None
-) -> list[str]:
-    """By parameter index, from the module or from groups that were made of named parameters."""
-    if module is not None:
-        while isinstance(module, DistributedDataParallel):
-            module = module.module
-        by_param = {param: name for name, param in module.named_parameters()}
-        return [by_param.get(param, "") for param in params]
-    if all("param_names" in group for group in groups):
-        return [name for group in groups for name in group["param_names"]]
-    return []
+    def wait_checkpoint(self) -> None:
+        """Returns when the last save is complete, or raises what went wrong. Collective."""
+        self._checkpointer.wait()
 
+    def checkpoint_progress(self) -> tuple[int, int]:
+        """Bytes of this rank's shard that are written, and in all."""
+        return self._checkpointer.progress()
 
-def rng_states() -> dict[str, torch.Tensor]:
-    """Of the generators that torch's functions use unless told otherwise."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        module: torch.nn.Module | None = None,
+        rng: bool = True,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint of any world size and sharding. Returns its `extra`. Collective.
 
+        Each rank reads what it needs, and verifies it. Raises ValueError that names what does not
+        fit or is damaged, on every rank, and has changed nothing then.
 
-def set_rng_states(states: dict[str, torch.Tensor]) -> None:
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+        Args:
+            module: its parameters and buffers are loaded too.
+            rng: loads torch's random generators. At another world size, ranks that were not there
+                keep theirs.
+        """
+        tensors: list[tuple[str, torch.Tensor, bool]] = []
+        names: list[str] = []
+        loaded: dict[str, Any] = {}
 
+        def load(error: str | None) -> None:
+            nonlocal loaded
+            loaded = self._checkpointer.load(
+                os.fspath(directory),
+                param_groups=self._packed_groups(),
+                names=names,
+                module=tensors,
+                elementwise=self._elementwise,
+                error=error,
+            )
 
-def progress_of(
-    progress: bool | Progress | None,
-    directory: str | os.PathLike[str],
-    rank: int,
-    asynchronous: bool,
-) -> Progress | None:
-    """What is called with bytes written and bytes in all. None: a bar on rank 0's terminal."""
-    if callable(progress):
-        return progress
-    if progress is None and (asynchronous or rank != 0 or not sys.stderr.isatty()):
-        return None
-    if progress is False:
-        return None
-    return ProgressBar(f"saving {os.fspath(directory)}", always=progress is True).show
+        with telling_every_rank(load):
+            self._let_parameters_arrive()
+            tensors = module_tensors(module)
+            names = parameter_names(self._index_of, self.param_groups, module)
+        self._take_all_or_nothing(loaded["param_groups"], loaded["state"])
+        self._sync_param_groups(loaded["param_groups"], self.param_groups)
+        self._pull_options()
+        with torch.no_grad():
+            for (_, tensor, _), value in zip(tensors, loaded["module"], strict=True):
+                tensor.copy_(value)
+        if rng:
+            set_rng_states(loaded["rng"])
+        return loaded["extra"] or {}
+
+    def checkpoint_bytes_read(self) -> int:
+        """How many bytes of the shards the last load_checkpoint read on this rank."""
+        return self._checkpointer.bytes_read
+
+    def _let_parameters_arrive(self) -> None:
+        self._overlap_info.wait_for_broadcasts()
+        self.wait()
+
+    def _take_all_or_nothing(
+        self, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]]
+    ) -> None:
+        """Every rank takes its share, or all of them keep what they had. Collective."""
+        before = self.optim.state, self.optim.param_groups
+        try:
+            with telling_every_rank(self._checkpointer.share):
+                self._take(groups, state)
+        except Exception:
+            self.optim.state, self.optim.param_groups = before
+            self.state = self.optim.state
+            raise

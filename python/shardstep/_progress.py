@@ -1,22 +1,33 @@
 """A progress bar on standard error, for what takes longer than a second."""
 
-import shutil
+import os
 import sys
-import time
+from collections.abc import Callable
 
-_PATIENCE = 1.0
-_INTERVAL = 0.1
+from tqdm import tqdm
+
+Progress = Callable[[int, int], object]
+
+_PATIENCE_SECONDS = 1.0
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # no thread that looks after bars that stand still
 
 
 class ProgressBar:
     """Bytes done, of how many. Only a terminal shows it, unless it is wanted `always`."""
 
     def __init__(self, what: str, total: int = 0, always: bool = False) -> None:
-        self._what = what
-        self._done, self._total = 0, total
-        self._wanted = always or sys.stderr.isatty()
-        self._next = time.monotonic() + _PATIENCE
-        self._shown = False
+        self._bar = _Bar(
+            desc=what,
+            total=total,
+            unit="B",
+            unit_scale=True,
+            delay=_PATIENCE_SECONDS,
+            leave=False,
+            disable=False if always else None,
+        )
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -25,29 +36,29 @@ class ProgressBar:
         self.close()
 
     def advance(self, count: int) -> None:
-        self.show(self._done + count, self._total)
+        self._bar.update(count)
 
     def show(self, done: int, total: int) -> None:
         """The bar vanishes when all is done."""
-        self._done, self._total = done, total
-        now = time.monotonic()
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
         if done >= total:
             self.close()
-        elif self._wanted and now >= self._next:
-            self._next = now + _INTERVAL
-            self._shown = True
-            self._draw()
 
     def close(self) -> None:
-        if self._shown:
-            self._shown = False
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        self._bar.close()
 
-    def _draw(self) -> None:
-        share = self._done / self._total
-        end = f" {100 * share:3.0f} % of {self._total / 1e6:.0f} MB"
-        width = max(10, shutil.get_terminal_size().columns - len(self._what) - len(end) - 4)
-        bar = ("#" * round(width * share)).ljust(width)
-        sys.stderr.write(f"\r{self._what} [{bar}]{end}")
-        sys.stderr.flush()
+
+def saving_progress(
+    progress: bool | Progress | None,
+    directory: str | os.PathLike[str],
+    rank: int,
+    asynchronous: bool,
+) -> Progress | None:
+    """What is called with bytes written and bytes in all. None: a bar on rank 0's terminal."""
+    if callable(progress):
+        return progress
+    unwanted = progress is None and (asynchronous or rank != 0 or not sys.stderr.isatty())
+    if unwanted or progress is False:
+        return None
+    return ProgressBar(f"saving {os.fspath(directory)}", always=progress is True).show

@@ -8,6 +8,7 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <sstream>
 
@@ -172,6 +173,7 @@ template <class Optimizer, class ParamState, class Options>
 LocalOptimizer named_optimizer(const std::string& name, const Options& defaults,
                                Fields<Options> options_fields, Fields<ParamState> state_fields) {
   auto local = detail::base_optimizer<Optimizer, Options>(defaults, name);
+  local.elementwise = is_known_elementwise(name);
   auto options = std::make_shared<const Fields<Options>>(std::move(options_fields));
   auto state = std::make_shared<const Fields<ParamState>>(std::move(state_fields));
   local.read_options = [name, options](const torch_optim::OptimizerOptions& from) {
@@ -216,6 +218,13 @@ Fields<State> adam_state() {
 }
 
 }  // namespace
+
+bool is_known_elementwise(std::string_view name) {
+  static constexpr std::array<std::string_view, 11> kNames = {
+      "ASGD",  "Adadelta", "Adagrad", "Adam",  "AdamW", "Adamax",
+      "NAdam", "RAdam",    "RMSprop", "Rprop", "SGD"};
+  return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
+}
 
 LocalOptimizer local_optimizer(const torch_optim::AdamOptions& defaults) {
   return named_optimizer<optim::Adam, torch_optim::AdamParamState>(

@@ -86,7 +86,7 @@ def test_metadata(distribution: importlib.metadata.Distribution) -> None:
     platform = sysconfig.get_platform().replace("-", "_")
     wheel = distribution.read_text("WHEEL") or ""
     assert f"Tag: {tag}-{tag}-{platform}" in wheel.splitlines()
-    assert distribution.requires == ["torch>=2.13"]
+    assert distribution.requires == ["torch>=2.13", "tqdm>=4.66"]
 
 
 def test_files(distribution: importlib.metadata.Distribution) -> None:

@@ -1,0 +1,30 @@
+"""How errors end, and how one rank's error becomes every rank's."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def where(rank: int, world_size: int) -> str:
+    """The last words of an error: which rank raised it."""
+    return f"(rank {rank} of {world_size})"
+
+
+@contextlib.contextmanager
+def telling_every_rank(tell: Callable[[str | None], Any]) -> Iterator[None]:
+    """Runs its block, then `tell` with what went wrong in it, None if nothing did.
+
+    `tell` is collective and raises on every rank if any rank told it of an error. The rank whose
+    block failed raises its own error rather than the account of it.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    try:
+        tell(None if error is None else str(error))
+    except Exception as caught:
+        raise (error or caught) from None
+    if error is not None:
+        raise error
