@@ -1,12 +1,13 @@
-# `make demo` and `make test` set up everything that they need in .venv and build/.
+# `make demo` and `make test` set up what they need in .venv and build/, and no more than that.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-peers format check-format install clean setup build
+.PHONY: help demo test bench bench-build bench-peers format check-format install clean setup build
 
 JOBS ?= $(shell nproc)
 RANKS ?= 2
 PREFIX ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 PEERS_ARGS ?=
 
 ifdef SANITIZE
@@ -20,60 +21,92 @@ else
 BUILD := build
 TEST_INSTALL := install
 endif
+ifdef FULL
+export SHARDSTEP_FULL := 1
+endif
 
 BIN := .venv/bin
-READY := .venv/shardstep.stamp
-CONFIGURED := $(BUILD)/build.ninja
-NINJA = $(BIN)/ninja -C $(BUILD) -j $(JOBS)
+# cmake and ninja may come from PyPI.
+export PATH := $(abspath $(BIN)):$(PATH)
+# .venv is ours, and torch takes twice as long to import without its byte code.
+unexport PYTHONDONTWRITEBYTECODE
+NINJA = ninja -C $(BUILD) -j $(JOBS)
 CPP_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.h' '*.hpp')
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: $(READY)  ## Create .venv with the pinned tools
+setup: $(foreach part,build python test format,.venv/$(part).stamp)  ## Install what any target needs
 
-$(READY): requirements-dev.txt tools/setup.sh
-	@tools/setup.sh
+.venv/%.stamp: requirements/%.txt tools/setup.sh
+	@tools/setup.sh $*
 	@touch $@
+.venv/python.stamp .venv/test.stamp .venv/format.stamp: .venv/build.stamp
 
-# CMake reruns itself when its files change.
-$(CONFIGURED): $(READY)
-	@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
-	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
-	  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)') \
-	  $(CMAKE_FLAGS) > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
-	@touch $@
+# $(1): flags for CMake. It reruns itself when its files change.
+define configure
+@echo "configuring $(BUILD)"
+@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+  -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+  -DCMAKE_PREFIX_PATH=$(abspath .venv/system/usr) $(CMAKE_FLAGS) $(1) \
+  > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+@touch $@
+endef
 
-build: $(CONFIGURED)  ## Build everything into build/
+# The tests need GoogleTest, the rest does not.
+$(BUILD)/build.ninja: .venv/build.stamp
+	$(call configure,$(if $(wildcard $(BUILD)/CMakeCache.txt),,-DSHARDSTEP_BUILD_TESTS=OFF))
+
+$(BUILD)/tests.stamp: .venv/build.stamp .venv/python.stamp .venv/test.stamp
+	$(call configure,-DSHARDSTEP_BUILD_TESTS=ON)
+
+build: $(BUILD)/tests.stamp  ## Build everything but the benchmarks into build/
 	@$(NINJA)
 
-demo: $(CONFIGURED)  ## Train a small transformer on RANKS=2 processes (DEMO_ARGS="--help")
+DEMO := $(BUILD)/demo
+TRAIN_GPT := $(BUILD)/examples/train_gpt
+demo: $(BUILD)/build.ninja  ## Train a small transformer on RANKS=2 processes (DEMO_ARGS="--help")
 	@$(NINJA) train_gpt
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --no-python --nproc-per-node $(RANKS) \
-	  $(BUILD)/examples/train_gpt $(DEMO_ARGS)
+ifneq ($(filter -h --help,$(DEMO_ARGS)),)
+	@$(TRAIN_GPT) --help
+else
+	@mkdir -p $(DEMO)
+	@OMP_NUM_THREADS=1 torchrun --standalone --no-python --nproc-per-node $(RANKS) -- \
+	  $(TRAIN_GPT) --log $(DEMO)/loss.csv --memory $(DEMO)/memory.csv $(DEMO_ARGS)
+	@$(BIN)/python examples/plot_run.py $(DEMO)/loss.csv $(DEMO)/memory.csv $(DEMO)/run.png
+	@printf '\nNext, stop a run with Ctrl-C and resume it on 4 ranks:\n%s\n%s\n' \
+	  '  make demo DEMO_ARGS="--checkpoint $(DEMO)/checkpoint"' \
+	  '  make demo DEMO_ARGS="--checkpoint $(DEMO)/checkpoint" RANKS=4'
+	@printf 'Or train the same model from Python:\n%s\n' \
+	  '  make install && .venv/bin/torchrun --standalone --nproc-per-node 2 -- examples/train_gpt.py'
+endif
 
-test: build  ## Run every test; SANITIZE=1: the C++ ones under ASAN and UBSAN
+test: build  ## Run the tests; FULL=1: the long ones too; SANITIZE=1: C++ under ASAN and UBSAN
+	@$(if $(FULL),$(if $(SANITIZE),,$(NINJA) $(BENCHMARKS)))
 	@$(if $(TEST_INSTALL),$(MAKE) --no-print-directory $(TEST_INSTALL) PREFIX=)
 	@$(BIN)/python tools/run_tests.py --build $(BUILD) --jobs $(JOBS) $(TEST_FLAGS)
 
-bench: $(CONFIGURED)  ## Print the tables of docs/performance.md
-	@$(NINJA) local_update zero_step ddp_iteration
+BENCHMARKS := local_update zero_step ddp_iteration
+bench: install .venv/test.stamp  ## Print the tables of docs/performance.md
+	@$(NINJA) $(BENCHMARKS)
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/zero_step
 	@$(BIN)/python benchmarks/ddp.py --build $(BUILD)
-	@$(MAKE) --no-print-directory install PREFIX=
 	@$(BIN)/python benchmarks/python_zero.py
 	@$(BIN)/python benchmarks/checkpoint.py
 
-bench-peers: install  ## Time ours beside DDP, torch's ZeRO, FSDP2, DeepSpeed (PEERS_ARGS="--help")
+bench-build:  ## Time demo, test and rebuilding from a clean clone (BENCH_ARGS="--help")
+	@python3 benchmarks/build_time.py $(BENCH_ARGS)
+
+bench-peers: install .venv/test.stamp  ## Time ours beside DDP, torch's ZeRO, FSDP2, DeepSpeed (PEERS_ARGS="--help")
 	@$(BIN)/python benchmarks/peers $(PEERS_ARGS)
 
-format: $(READY)  ## Format the C++ and Python sources
+format: .venv/format.stamp  ## Format the C++ and Python sources
 	@$(BIN)/clang-format -i $(CPP_FILES)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-check-format: $(READY)  ## Fail if a source is not formatted or a type is wrong
+check-format: .venv/python.stamp .venv/format.stamp  ## Fail if a source is not formatted or a type is wrong
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
@@ -81,7 +114,7 @@ check-format: $(READY)  ## Fail if a source is not formatted or a type is wrong
 
 # The wheel is packed from what is in build/: scikit-build-core finds it configured and built.
 # Without its note it never drops the CMake cache, which it would after a change of Python.
-install: $(CONFIGURED)  ## Install the Python package into .venv; PREFIX=dir: the C++ one into dir
+install: .venv/python.stamp $(BUILD)/build.ninja  ## Install the Python package into .venv; PREFIX=dir: the C++ one into dir
 ifeq ($(PREFIX),)
 	@$(NINJA) shardstep_python
 	@rm -f $(BUILD)/.skbuild-info.json

@@ -1,24 +1,23 @@
-// Trains a small character-level transformer on the ranks that torchrun (or mpirun, or srun)
-// started, or on ranks it starts itself. Every rank keeps only its share of the optimizer's state.
+// Trains a small character-level transformer on the ranks that torchrun, mpirun or srun started;
+// started alone, it trains in one process. Each rank keeps only its share of the optimizer state.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <shardstep/shardstep.h>
-#include <torch/torch.h>
+#include <torch/optim.h>
 
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "gpt/launch.h"
 #include "gpt/memory.h"
 #include "gpt/model.h"
 #include "gpt/options.h"
+#include "gpt/picture.h"
 #include "gpt/progress.h"
 #include "gpt/schedule.h"
 #include "gpt/text.h"
@@ -76,15 +75,18 @@ void print_sample(gpt::Gpt& model, const gpt::Text& text, const Options& options
   std::cout << "\nA sample of what the model writes now:\n\n" << text.decode(sample) << "\n";
 }
 
+void print_pictures(const std::vector<double>& losses, int64_t first,
+                    const std::vector<gpt::Memory>& memory, const gpt::Memory& replicated) {
+  std::cout << "\n"
+            << gpt::loss_curve(losses, first) << "\n"
+            << gpt::memory_bars(memory, replicated) << "\n"
+            << gpt::memory_table(memory, replicated);
+}
+
 void check_world(const Options& options, int world_size) {
   if (options.batch % world_size != 0) {
     throw gpt::UsageError("--batch: expected a multiple of the " + std::to_string(world_size) +
                           " ranks, got '" + std::to_string(options.batch) + "'");
-  }
-  if (options.ranks && *options.ranks != world_size) {
-    throw gpt::UsageError("--ranks: expected what the launcher started, " +
-                          std::to_string(world_size) + ", got '" + std::to_string(*options.ranks) +
-                          "'");
   }
 }
 
@@ -137,7 +139,7 @@ void train(const Options& options, const gpt::Text& text) {
   std::optional<gpt::Progress> progress;  // rank 0 speaks for all
   if (group->getRank() == 0) {
     print_header(model, text, options, group->getSize());
-    if (done > 0) std::cout << "going on behind step " << done << std::endl;
+    if (done > 0) std::cout << "resuming after step " << done << std::endl;
     progress.emplace(options.steps, options.batch * options.context, options.log, done);
   }
 
@@ -161,39 +163,27 @@ void train(const Options& options, const gpt::Text& text) {
     if (due && !options.checkpoint.empty()) save(optimizer, model, options.checkpoint, step);
   }
   optimizer.wait_checkpoint();
-  progress.reset();
-  auto memory = gpt::gather_memory(*model, optimizer.local_state_bytes(), *group);
-  if (group->getRank() != 0) return;
+  const auto memory = gpt::gather_memory(*model, optimizer.local_state_bytes(), *group);
+  if (!progress) return;
+  progress->finish();
   if (stopped) {
     std::cout << "\nInterrupted.\n";
   } else {
     print_sample(model, text, options);
   }
-  auto replicated = gpt::replicated_memory(*model, options.optimizer);
-  std::cout << "\n" << gpt::memory_table(memory, replicated);
-}
-
-void check_log(const Options& options) {
-  if (options.log.empty()) return;
-  if (!std::ofstream(options.log, std::ios::app)) {
-    throw gpt::UsageError("--log: expected a file that can be written, got '" + options.log + "'");
-  }
+  const auto replicated = gpt::replicated_memory(*model, options.optimizer);
+  print_pictures(progress->losses(), done + 1, memory, replicated);
+  if (!options.memory.empty()) gpt::write_memory(options.memory, memory, replicated);
 }
 
 int run(int argc, char** argv) {
   auto options = gpt::parse_options(argc, argv);
-  if (options.help) {
-    std::cout << gpt::usage();
+  if (!options.help.empty()) {
+    std::cout << options.help;
     return 0;
   }
   if (options.text.empty()) options.text = TRAIN_GPT_TEXT;
   const gpt::Text text(options.text, options.context);
-  check_log(options);
-  const int ranks = options.ranks.value_or(2);
-  if (!gpt::started_by_launcher() && ranks > 1) {
-    check_world(options, ranks);
-    return gpt::launch_ranks(ranks, argv);
-  }
   if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(1);
   std::signal(SIGINT, [](int) { interrupted = 1; });
   train(options, text);

@@ -5,14 +5,14 @@ The twin of train_gpt.cpp: the same model, text, batches and options. With --sha
 plain DDP, and the losses are the same.
 
   torchrun --standalone --nproc-per-node 2 -- examples/train_gpt.py [options]
-  examples/train_gpt.py [options]                              starts torchrun itself
+
+Started alone, it trains in one process.
 """
 
 import argparse
 import csv
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 TEXT = Path(__file__).resolve().parent / "data" / "keepers_log.txt"
 
@@ -139,14 +140,16 @@ def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int, done: int):
 
 
 class Progress:
-    """A bar that redraws itself on a terminal, else a plain line now and then; and a CSV file."""
+    """A bar on a terminal, else a plain line now and then; and the losses, in a CSV file too."""
 
     def __init__(self, steps: int, tokens_per_step: int, log: str | None, done: int):
         self.steps, self.tokens_per_step, self.done = steps, tokens_per_step, done
         self.losses: list[float] = []
         self.terminal = sys.stdout.isatty()
         self.start = time.monotonic()
-        self.drawn = 0.0
+        self.bar = tqdm(
+            total=steps, initial=done, unit="step", file=sys.stdout, disable=not self.terminal
+        )
         self.file = open(log, "w", newline="", buffering=1) if log else None  # noqa: SIM115
         self.log = csv.writer(self.file, lineterminator="\n") if self.file else None
         if self.log:
@@ -157,11 +160,10 @@ class Progress:
         step = self.done + len(self.losses)
         if self.log:
             self.log.writerow([step, loss])
+        self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        self.bar.update()
         edge = step in (self.done + 1, self.steps)
-        if self.terminal:
-            if edge or time.monotonic() - self.drawn >= 0.1:
-                self.draw_bar(step, self.numbers(step, loss))
-        elif edge or step % max(1, self.steps // 20) == 0:
+        if not self.terminal and (edge or step % max(1, self.steps // 20) == 0):
             print(self.numbers(step, loss), flush=True)
 
     def numbers(self, step: int, loss: float) -> str:
@@ -174,17 +176,8 @@ class Progress:
             f"ETA {left // 60}:{left % 60:02}"
         )
 
-    def draw_bar(self, step: int, numbers: str) -> None:
-        # One column short of the edge, so that no terminal wraps it.
-        width = min(40, shutil.get_terminal_size().columns - len(numbers) - 4)
-        filled = width * step // self.steps
-        bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width > 4 else ""
-        print(f"\r{bar}{numbers}\033[K", end="", flush=True)
-        self.drawn = time.monotonic()
-
     def close(self) -> None:
-        if self.terminal and self.losses:
-            print()
+        self.bar.close()
         if self.file:
             self.file.close()
 
@@ -200,8 +193,11 @@ def peak_memory() -> int:
     return 0
 
 
-def print_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0 prints what every rank holds. Collective."""
+MEMORY = ("optimizer state", "parameters", "gradients", "process peak")
+
+
+def gather_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int]]:
+    """What each rank holds, in bytes. Collective."""
     parameters = list(model.parameters())
     local = getattr(optimizer, "optim", optimizer)
     mine = torch.tensor(
@@ -214,31 +210,32 @@ def print_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     )
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, mine)
-    if dist.get_rank() == 0:
-        columns = ("optimizer state", "parameters", "gradients", "process peak")
-        print("\n{:22} {:>16} {:>12} {:>12} {:>13}".format("memory", *columns))
-        for rank, row in enumerate(ranks):
-            sizes = (f"{size / 2**20:.1f} MiB" for size in row.tolist())
-            print("{:22} {:>16} {:>12} {:>12} {:>13}".format(f"rank {rank}", *sizes))
+    return {
+        f"rank {rank}": dict(zip(MEMORY, row.tolist(), strict=True))
+        for rank, row in enumerate(ranks)
+    }
 
 
-def plot(losses: list[float], done: int, title: str, file: str) -> None:
-    import matplotlib
+def replicated_memory(rank: dict[str, int], optimizer: str) -> dict[str, int]:
+    """What a rank would hold if it kept the whole state, computed from the sizes."""
+    copies = 2 if optimizer in ("adam", "adamw") else 1
+    return rank | {"optimizer state": copies * rank["parameters"], "process peak": 0}
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    steps = range(done + 1, done + len(losses) + 1)
-    axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=0.8, label="a step")
-    window = max(1, len(losses) // 50)
-    sums = torch.tensor([0.0, *losses], dtype=torch.float64).cumsum(0)
-    means = (sums[window:] - sums[:-window]) / window
-    axes.plot(steps[window - 1 :], means, color="tab:blue", label=f"mean of {window}")
-    axes.set(title=title, xlabel="step", ylabel="loss (nats a character)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, dpi=120)
+def print_memory(memory: dict[str, dict[str, int]]) -> None:
+    line = "{:22} {:>16} {:>12} {:>12} {:>13}"
+    print("\n" + line.format("memory", *MEMORY))
+    for name, row in memory.items():
+        sizes = (f"{row[what] / 2**20:.1f} MiB" if row[what] else "-" for what in MEMORY)
+        print(line.format(name, *sizes))
+
+
+def write_memory(memory: dict[str, dict[str, int]], file: str) -> None:
+    with open(file, "w", newline="") as out:
+        log = csv.writer(out, lineterminator="\n")
+        log.writerow(["who", *(what.replace(" ", "_") for what in MEMORY[:3])])
+        for name, row in memory.items():
+            log.writerow([name, *(row[what] for what in MEMORY[:3])])
 
 
 def describe(options: argparse.Namespace, world_size: int) -> str:
@@ -271,7 +268,7 @@ def train(options: argparse.Namespace, text: Text) -> None:
         print(f"{elements} parameters, {len(text.tokens)} characters of text, ", end="")
         print(describe(options, world_size), flush=True)
         if done:
-            print(f"going on behind step {done}", flush=True)
+            print(f"resuming after step {done}", flush=True)
         progress = Progress(options.steps, options.batch * options.context, options.log, done)
 
     stopped = False
@@ -299,17 +296,25 @@ def train(options: argparse.Namespace, text: Text) -> None:
     if options.checkpoint:
         optimizer.wait_checkpoint()
 
+    memory = gather_memory(model, optimizer)
     if progress:
         progress.close()
+        memory["replicated"] = replicated_memory(memory["rank 0"], options.optimizer)
         if stopped:
             print("\nInterrupted.")
         else:
             generator = torch.Generator().manual_seed(options.seed)
             sample = model.generate(text.tokens[:1], 300, generator, temperature=0.6)
             print(f"\nA sample of what the model writes now:\n\n{text.decode(sample)}")
+        print_memory(memory)
+        if options.memory:
+            write_memory(memory, options.memory)
         if options.plot:
-            plot(progress.losses, done, describe(options, world_size), options.plot)
-    print_memory(model, optimizer)
+            from plot_run import plot_run
+
+            steps = range(done + 1, done + len(progress.losses) + 1)
+            title = describe(options, world_size)
+            plot_run(list(steps), progress.losses, memory, options.plot, title)
 
 
 def whole_number(low: int, high: int):
@@ -344,7 +349,7 @@ def writable(word: str) -> str:
 
 
 def parse_options() -> tuple[argparse.Namespace, Text]:
-    """What is wrong with the command line is found before any rank starts."""
+    """Mistakes on the command line are found before the ranks meet."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -357,14 +362,12 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         parser.add_argument(name, type=kind, metavar="N", default=default, help=help)
 
     count("--layers", 4, "transformer blocks")
-    count("--width", 256, "features of a position, a multiple of --heads")
-    count("--heads", 4, "attention heads of a block")
-    count("--context", 64, "characters the model sees at once")
-    count("--batch", 8, "sequences a step over all ranks, a multiple of the ranks")
+    count("--width", 256, "features per position, a multiple of --heads")
+    count("--heads", 4, "attention heads per block")
+    count("--context", 64, "characters that the model sees at once")
+    count("--batch", 8, "sequences per step, over all ranks")
     count("--steps", 1000, "optimizer steps")
     add = parser.add_argument
-    ranks = whole_number(1, 1024)
-    add("--ranks", type=ranks, metavar="N", help="processes to start (default 2, or torchrun's)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="local optimizer (default adamw)")
     add("--lr", type=positive, metavar="X", help="learning rate (default: suits the optimizer)")
     seed = whole_number(0, 2**63 - 1)
@@ -374,12 +377,13 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         "--sharding",
         choices=("none", "parameter", "element"),
         default="element",
-        help="how the optimizer state is cut between ranks; none: not at all (default element)",
+        help="how the ranks divide the optimizer state; none: not at all (default element)",
     )
     add("--log", type=writable, metavar="FILE", help="write step,loss to this CSV file")
-    add("--checkpoint", metavar="DIR", help="save to this directory, and go on from what is there")
+    add("--memory", type=writable, metavar="FILE", help="write each rank's memory to this CSV file")
+    add("--checkpoint", metavar="DIR", help="save to this directory, and resume from what is there")
     count("--every", 100, "steps from one checkpoint to the next")
-    add("--plot", type=writable, metavar="FILE", help="draw the losses (png, pdf or svg)")
+    add("--plot", type=writable, metavar="FILE", help="draw losses and memory (png, pdf or svg)")
     options = parser.parse_args()
 
     if options.width % options.heads:
@@ -388,16 +392,11 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         )
     if options.checkpoint and options.sharding == "none":
         parser.error("--checkpoint: expected a sharded optimizer, got '--sharding none'")
-    world_size = int(os.environ.get("WORLD_SIZE", options.ranks or 2))
-    if options.ranks not in (None, world_size):
-        parser.error(
-            f"--ranks: expected what torchrun started, {world_size}, got '{options.ranks}'"
-        )
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     if options.batch % world_size:
         parser.error(
             f"--batch: expected a multiple of the {world_size} ranks, got '{options.batch}'"
         )
-    options.ranks = world_size
     try:
         content = Path(options.text).read_bytes()
     except OSError as error:
@@ -414,13 +413,12 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
 
 def main() -> None:
     options, text = parse_options()
-    if "RANK" not in os.environ:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        torchrun += ["--nproc-per-node", str(options.ranks), "--", __file__, *sys.argv[1:]]
-        os.execv(sys.executable, torchrun)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         train(options, text)
     finally:

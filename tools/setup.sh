@@ -1,58 +1,111 @@
 #!/usr/bin/env bash
-# Prepares a clone: system packages as far as this user may install them, and .venv. Run by make.
+# Prepares this clone for one kind of work: build, python, test or format. make runs it.
+# Python packages go into .venv. What the system lacks comes from PyPI if PyPI has it, else from
+# apt, and that is announced first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { echo "setup: $*"; }
+die() { say "$*" >&2; exit 1; }
 
-as_root=()
-if [[ $EUID -ne 0 ]]; then as_root=(sudo -n); fi
+has_program() { command -v "$1" >/dev/null; }
 
-# Best effort: returns non-zero where packages cannot be installed.
-apt_install() {
-  command -v apt-get >/dev/null || return 1
-  "${as_root[@]}" true 2>/dev/null || return 1
-  local options=(-y -qq --no-install-recommends -o DPkg::Lock::Timeout=120)
-  DEBIAN_FRONTEND=noninteractive timeout 300 \
-    "${as_root[@]}" apt-get install "${options[@]}" "$@" >/dev/null 2>&1 && return 0
-  timeout 300 "${as_root[@]}" apt-get update -qq >/dev/null 2>&1 || return 1
-  DEBIAN_FRONTEND=noninteractive timeout 300 \
-    "${as_root[@]}" apt-get install "${options[@]}" "$@" >/dev/null 2>&1
+has_header() {
+  printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" |
+    "${CXX:-c++}" -I .venv/system/usr/include -E -x c++ - >/dev/null 2>&1
 }
 
-want() {  # package, how to see that it is there, what happens without it
-  if eval "$2" >/dev/null 2>&1; then return; fi
-  say "installing $1"
-  apt_install "$1" || say "could not install $1: $3"
+as_root() { if [[ $EUID -eq 0 ]]; then "$@"; else sudo -n "$@"; fi; }
+
+apt_get() {
+  as_root env DEBIAN_FRONTEND=noninteractive timeout 300 \
+    apt-get -y -qq --no-install-recommends -o DPkg::Lock::Timeout=120 "$@" >/dev/null 2>&1
 }
 
-for tool in cmake g++; do
-  want "$tool" "command -v $tool" "it is required"
-  command -v "$tool" >/dev/null || { say "install $tool, e.g. apt-get install $tool"; exit 1; }
-done
-want libgtest-dev "test -e /usr/include/gtest/gtest.h" "CMake will fetch GoogleTest"
-want nlohmann-json3-dev "test -e /usr/include/nlohmann/json.hpp" "CMake will fetch it"
-want ccache "command -v ccache" "rebuilding will be slower"
-want openmpi-bin "command -v mpirun" "the test of mpirun will be skipped"
+from_apt() {  # package, what needs it
+  has_program apt-get && as_root true 2>/dev/null || return 1
+  say "installing $1 with apt-get, because $2"
+  apt_get install "$1" || { apt_get update && apt_get install "$1"; }
+}
 
-if [[ ! -x .venv/bin/python ]]; then
+# Headers and static libraries can be unpacked without root. CMake looks for them there.
+unpack_from_apt() {  # package, what needs it
+  has_program apt-get || return 1
+  say "unpacking $1 into .venv/system, because $2"
+  local folder status=0
+  folder=$(mktemp -d)
+  (cd "$folder" && timeout 300 apt-get download "$1") >/dev/null 2>&1 &&
+    mkdir -p .venv/system && dpkg-deb -x "$folder"/*.deb .venv/system || status=1
+  rm -rf "$folder"
+  return $status
+}
+
+headers_from_apt() {  # package, one of its headers, what needs it
+  has_header "$2" || from_apt "$1" "$3" || unpack_from_apt "$1" "$3" ||
+    say "could not get $1; without it there is no $2"
+}
+
+make_venv() {
+  if [[ -x .venv/bin/python ]]; then return; fi
   say "creating .venv"
-  if ! ${PYTHON:-python3} -m venv .venv >/dev/null 2>&1; then
-    rm -rf .venv
-    apt_install python3-venv || true
-    ${PYTHON:-python3} -m venv .venv || {
-      rm -rf .venv
-      say "python3 cannot make a virtual environment; install python3-venv and run make again"
-      exit 1
-    }
-  fi
-fi
+  local python=${PYTHON:-python3}
+  "$python" -m venv .venv >/dev/null 2>&1 && return
+  rm -rf .venv
+  from_apt python3-venv "python3 cannot create a virtual environment without it" || true
+  "$python" -m venv .venv || { rm -rf .venv; die "install python3-venv and run make again"; }
+}
 
-say "installing requirements-dev.txt into .venv"
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-torch_pin=$(sed -n 's/^torch==//p' requirements-dev.txt)
-# An index with both builds prefers the CPU one, whose version is "later"; PyPI alone would bring
+# Byte code is written when a module is first imported: compiling all of torch's takes longer than
+# downloading it.
+pip_install() {
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"
+}
+
+# An index with both builds prefers the CPU build, whose version is "later". PyPI alone would bring
 # gigabytes of CUDA.
-"${pip[@]}" "torch==$torch_pin+cpu" -r requirements-dev.txt 2>/dev/null ||
-  "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu -r requirements-dev.txt
-.venv/bin/python -c 'import torch; print("setup: torch", torch.__version__)'
+install_torch() {
+  local torch more=("$@")
+  torch=$(grep '^torch==' requirements/build.txt)
+  pip_install "$torch+cpu" -r requirements/build.txt "${more[@]}" 2>/dev/null ||
+    pip_install --extra-index-url https://download.pytorch.org/whl/cpu \
+      -r requirements/build.txt "${more[@]}"
+}
+
+prepare_build() {
+  has_program "${CXX:-c++}" || from_apt g++ "nothing compiles without it" ||
+    die "install a C++20 compiler (Debian: g++) and run make again"
+  make_venv
+  headers_from_apt libcli11-dev CLI/CLI.hpp "the example train_gpt reads its options with CLI11"
+  local more=()
+  has_program cmake || more+=(cmake==4.4.4)
+  has_header nlohmann/json.hpp || more+=(nlohmann_json==3.12.0)
+  say "installing torch${more[*]:+, ${more[*]}} and ninja into .venv"
+  install_torch "${more[@]}"
+}
+
+prepare_python() {
+  local headers
+  headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  [[ -e $headers/Python.h ]] || from_apt python3-dev "the Python module needs Python.h" ||
+    die "install Python's development files (Debian: python3-dev) and run make again"
+  say "installing requirements/python.txt into .venv"
+  pip_install -r requirements/python.txt
+}
+
+prepare_test() {
+  headers_from_apt libgtest-dev gtest/gtest.h "the C++ tests use GoogleTest"
+  has_program mpirun || from_apt openmpi-bin "a test starts its ranks with mpirun" ||
+    say "without mpirun (Debian: openmpi-bin), the test of mpirun is skipped"
+  say "installing requirements/test.txt into .venv"
+  pip_install -r requirements/test.txt
+}
+
+prepare_format() {
+  say "installing requirements/format.txt into .venv"
+  pip_install -r requirements/format.txt
+}
+
+case "${1-}" in
+  build | python | test | format) "prepare_$1" ;;
+  *) die "expected build, python, test or format, got '${1-}'" ;;
+esac

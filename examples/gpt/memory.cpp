@@ -89,4 +89,17 @@ std::string memory_table(const std::vector<Memory>& ranks, const Memory& replica
   return table + line("replicated (computed)", cells_of(replicated));
 }
 
+void write_memory(const std::string& file, const std::vector<Memory>& ranks,
+                  const Memory& replicated) {
+  std::ofstream out(file);
+  out << "who,optimizer_state,parameters,gradients\n";
+  const auto row = [&out](const std::string& who, const Memory& memory) {
+    out << who << ',' << memory.optimizer_state << ',' << memory.parameters << ','
+        << memory.gradients << '\n';
+  };
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    row("rank " + std::to_string(rank), ranks[rank]);
+  row("replicated", replicated);
+}
+
 }  // namespace gpt

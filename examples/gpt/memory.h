@@ -1,6 +1,6 @@
 #pragma once
 
-// What training holds in memory, on every rank, and the table that shows it.
+// What training holds in memory on each rank, and the table that shows it.
 
 #include <torch/nn/module.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -19,15 +19,18 @@ struct Memory {
   int64_t peak = 0;  // the most that the whole process had resident at once; 0: unknown
 };
 
-// Every rank's, measured. Collective.
+// What each rank holds, measured. Collective.
 std::vector<Memory> gather_memory(const torch::nn::Module& model, int64_t optimizer_state,
                                   c10d::ProcessGroup& group);
 
-// What a rank would hold if it kept the whole state. Computed from the sizes: two values an element
-// for Adam and AdamW, one for the other optimizers.
+// What each rank would hold if it kept the whole state, computed from the sizes: two values per
+// element for Adam and AdamW, one for the other optimizers.
 Memory replicated_memory(const torch::nn::Module& model, const std::string& optimizer);
 
-// A line for each rank, and one for the replicated optimizer.
+// One line per rank, and one for the replicated optimizer.
 std::string memory_table(const std::vector<Memory>& ranks, const Memory& replicated);
+// The same in bytes, as CSV.
+void write_memory(const std::string& file, const std::vector<Memory>& ranks,
+                  const Memory& replicated);
 
 }  // namespace gpt

@@ -1,5 +1,9 @@
 #include "model.h"
 
+#include <torch/nn/functional/linear.h>
+#include <torch/nn/init.h>
+#include <torch/nn/modules/container/modulelist.h>
+
 #include <cmath>
 
 namespace gpt {

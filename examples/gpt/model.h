@@ -2,7 +2,10 @@
 
 // A small GPT: token and position embeddings, pre-norm blocks, and a head tied to the embedding.
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
 
 #include <vector>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// The command line of train_gpt. What is wrong with it is found before any rank starts.
+// The command line of train_gpt. Mistakes in it are found before the ranks meet.
 
 #include <cstdint>
 #include <optional>
@@ -21,21 +21,19 @@ struct Options {
   int64_t context = 64;
   int64_t batch = 8;
   int64_t steps = 1000;
-  std::optional<int> ranks;
   std::string optimizer = "adamw";
   std::optional<double> lr;
   uint64_t seed = 1;
   std::string text;
   std::string sharding = "element";
   std::string log;
+  std::string memory;
   std::string checkpoint;
   int64_t every = 100;
-  bool help = false;
+  std::string help;  // what --help prints, if it was asked for
 };
 
 // Throws UsageError, which says what was expected.
 Options parse_options(int argc, char** argv);
-
-std::string usage();
 
 }  // namespace gpt

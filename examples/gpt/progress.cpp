@@ -44,13 +44,15 @@ Progress::Progress(int64_t steps, int64_t tokens_per_step, const std::string& lo
   log_ << "step,loss" << std::endl;
 }
 
-Progress::~Progress() {
+void Progress::finish() {
   if (terminal_ && drawn_) std::printf("\n");
+  drawn_ = false;
   std::fflush(stdout);
 }
 
 void Progress::update(int64_t step, double loss) {
   using namespace std::chrono_literals;
+  losses_.push_back(loss);
   if (log_.is_open()) log_ << step << ',' << loss << std::endl;
   const bool edge = step == done_ + 1 || step == steps_;
   if (terminal_) {

@@ -4,22 +4,23 @@
 #include <cstdint>
 #include <fstream>
 #include <string>
+#include <vector>
 
 namespace gpt {
 
-// A bar that redraws itself when stdout is a terminal, else a plain line now and then; and a CSV
-// file of every step's loss, if it has a name.
+// A bar that redraws itself if stdout is a terminal, else a plain line now and then. Writes the
+// loss of every step to `log`, a CSV file, if it has a name.
 class Progress {
  public:
   // `done` steps were made by an earlier run.
   Progress(int64_t steps, int64_t tokens_per_step, const std::string& log, int64_t done);
-  // Leaves the cursor on a line of its own.
-  ~Progress();
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
 
   // `step` steps are done.
   void update(int64_t step, double loss);
+  // Of the steps that this run made.
+  const std::vector<double>& losses() const { return losses_; }
+  // Leaves the cursor on a line of its own.
+  void finish();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -28,6 +29,7 @@ class Progress {
 
   int64_t steps_, tokens_per_step_, done_;
   std::ofstream log_;
+  std::vector<double> losses_;
   bool terminal_;
   bool drawn_ = false;
   Clock::time_point start_ = Clock::now();

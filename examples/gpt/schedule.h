@@ -14,7 +14,7 @@ class WarmUpAndDecay : public torch::optim::LRScheduler {
   WarmUpAndDecay(torch::optim::Optimizer& optimizer, int64_t steps)
       : LRScheduler(optimizer), peaks_(get_current_lrs()), steps_(static_cast<double>(steps)) {}
 
-  // Goes on behind `done` steps.
+  // Resumes after `done` steps.
   void resume(int64_t done) { step_count_ = static_cast<unsigned>(done); }
 
  private:

@@ -15,7 +15,7 @@ class Text {
   Text(const std::string& file, int64_t context);
 
   int64_t vocabulary_size() const { return static_cast<int64_t>(vocabulary_.size()); }
-  // The whole text, one number a character.
+  // The whole text, one number per character.
   const at::Tensor& tokens() const { return tokens_; }
   std::string decode(const at::Tensor& tokens) const;
 
