@@ -49,8 +49,8 @@ shardstep::LocalOptimizer local_optimizer(const Options& options) {
   const auto& name = options.optimizer;
   const auto lr = [&](double suitable) { return options.lr.value_or(suitable); };
   const auto betas = std::make_tuple(0.9, 0.95);  // short memory for a short run
-  if (name == "adamw") return local_optimizer(AdamWOptions(lr(2e-3)).betas(betas));
-  if (name == "adam") return local_optimizer(AdamOptions(lr(2e-3)).betas(betas));
+  if (name == "adamw") return local_optimizer(AdamWOptions(lr(5e-3)).betas(betas));
+  if (name == "adam") return local_optimizer(AdamOptions(lr(5e-3)).betas(betas));
   if (name == "sgd") return local_optimizer(SGDOptions(lr(0.1)).momentum(0.9));
   if (name == "adagrad") return local_optimizer(AdagradOptions(lr(1e-2)));
   return local_optimizer(RMSpropOptions(lr(5e-4)));
@@ -71,7 +71,7 @@ void print_header(const gpt::Gpt& model, const gpt::Text& text, const Options& o
 
 void print_sample(gpt::Gpt& model, const gpt::Text& text, const Options& options) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed);
-  auto sample = model->generate(text.tokens().narrow(0, 0, 1), 300, generator, 0.6);
+  auto sample = model->generate(text.tokens().narrow(0, 0, 1), 300, generator, 0.5);
   std::cout << "\nA sample of what the model writes now:\n\n" << text.decode(sample) << "\n";
 }
 

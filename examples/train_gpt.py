@@ -28,7 +28,7 @@ from tqdm import tqdm
 TEXT = Path(__file__).resolve().parent / "data" / "keepers_log.txt"
 
 # Short memory for a short run. The fused kernels are the ones that the C++ engine runs.
-ADAM = {"lr": 2e-3, "betas": (0.9, 0.95), "fused": True}
+ADAM = {"lr": 5e-3, "betas": (0.9, 0.95), "fused": True}
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, ADAM),
     "adam": (torch.optim.Adam, ADAM),
@@ -304,7 +304,7 @@ def train(options: argparse.Namespace, text: Text) -> None:
             print("\nInterrupted.")
         else:
             generator = torch.Generator().manual_seed(options.seed)
-            sample = model.generate(text.tokens[:1], 300, generator, temperature=0.6)
+            sample = model.generate(text.tokens[:1], 300, generator, temperature=0.5)
             print(f"\nA sample of what the model writes now:\n\n{text.decode(sample)}")
         print_memory(memory)
         if options.memory:
@@ -361,12 +361,12 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         help = f"{help} (default {default})"
         parser.add_argument(name, type=kind, metavar="N", default=default, help=help)
 
-    count("--layers", 4, "transformer blocks")
-    count("--width", 256, "features per position, a multiple of --heads")
-    count("--heads", 4, "attention heads per block")
+    count("--layers", 1, "transformer blocks")
+    count("--width", 128, "features per position, a multiple of --heads")
+    count("--heads", 16, "attention heads per block")
     count("--context", 64, "characters that the model sees at once")
-    count("--batch", 8, "sequences per step, over all ranks")
-    count("--steps", 1000, "optimizer steps")
+    count("--batch", 16, "sequences per step, over all ranks")
+    count("--steps", 1700, "optimizer steps")
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="local optimizer (default adamw)")
     add("--lr", type=positive, metavar="X", help="learning rate (default: suits the optimizer)")

@@ -15,12 +15,12 @@ struct UsageError : std::runtime_error {
 };
 
 struct Options {
-  int64_t layers = 4;
-  int64_t width = 256;
-  int64_t heads = 4;
+  int64_t layers = 1;
+  int64_t width = 128;
+  int64_t heads = 16;
   int64_t context = 64;
-  int64_t batch = 8;
-  int64_t steps = 1000;
+  int64_t batch = 16;
+  int64_t steps = 1700;
   std::string optimizer = "adamw";
   std::optional<double> lr;
   uint64_t seed = 1;
