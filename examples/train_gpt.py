@@ -366,7 +366,7 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
     count("--heads", 16, "attention heads per block")
     count("--context", 64, "characters that the model sees at once")
     count("--batch", 16, "sequences per step, over all ranks")
-    count("--steps", 1700, "optimizer steps")
+    count("--steps", 2000, "optimizer steps")
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="local optimizer (default adamw)")
     add("--lr", type=positive, metavar="X", help="learning rate (default: suits the optimizer)")

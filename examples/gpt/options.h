@@ -20,7 +20,7 @@ struct Options {
   int64_t heads = 16;
   int64_t context = 64;
   int64_t batch = 16;
-  int64_t steps = 1700;
+  int64_t steps = 2000;
   std::string optimizer = "adamw";
   std::optional<double> lr;
   uint64_t seed = 1;
