@@ -50,7 +50,7 @@ define configure
   -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
   -DCMAKE_PREFIX_PATH=$(abspath .venv/system/usr) $(CMAKE_FLAGS) $(1) \
   > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
-@touch $@
+@touch $@ $(BUILD)/build.ninja
 endef
 
 # The tests need GoogleTest, the rest does not.
