@@ -71,7 +71,7 @@ void print_header(const gpt::Gpt& model, const gpt::Text& text, const Options& o
 
 void print_sample(gpt::Gpt& model, const gpt::Text& text, const Options& options) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed);
-  auto sample = model->generate(text.tokens().narrow(0, 0, 1), 300, generator, 0.5);
+  auto sample = model->generate(text.tokens().narrow(0, 0, 1), 300, generator, 0.3);
   std::cout << "\nA sample of what the model writes now:\n\n" << text.decode(sample) << "\n";
 }
 

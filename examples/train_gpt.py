@@ -304,7 +304,7 @@ def train(options: argparse.Namespace, text: Text) -> None:
             print("\nInterrupted.")
         else:
             generator = torch.Generator().manual_seed(options.seed)
-            sample = model.generate(text.tokens[:1], 300, generator, temperature=0.5)
+            sample = model.generate(text.tokens[:1], 300, generator, temperature=0.3)
             print(f"\nA sample of what the model writes now:\n\n{text.decode(sample)}")
         print_memory(memory)
         if options.memory:
