@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,9 +18,14 @@
 
 namespace shardstep {
 
-// Values by name, in order of insertion: tensors, ints, doubles, bools, strings, none, and tuples
-// or lists of these.
+// Values by name, in order of insertion: tensors, ints, doubles, bools, strings, none, dtypes, and
+// tuples or lists of these.
 using NamedValues = torch::OrderedDict<std::string, c10::IValue>;
+
+// A torch.dtype among values. IValue has no kind for it, so it is the dict {"torch.dtype": name}.
+SHARDSTEP_API c10::IValue dtype_to_value(at::ScalarType dtype);
+// None if the value is something else.
+SHARDSTEP_API std::optional<at::ScalarType> value_to_dtype(const c10::IValue& value);
 
 struct StateDict {
   struct ParamGroup {

@@ -17,10 +17,6 @@ namespace {
 using torch::wrap_pybind_function;
 using torch::wrap_pybind_function_no_gil;
 
-py::object dtype_object(at::ScalarType dtype) {
-  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
-}
-
 at::ScalarType dtype_of(py::handle object) {
   TORCH_CHECK_TYPE(THPDtype_Check(object.ptr()), "shardstep: expected a torch.dtype, got ",
                    std::string(py::repr(object)));

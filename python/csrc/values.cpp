@@ -1,5 +1,7 @@
 #include "values.h"
 
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace shardstep::python {
@@ -15,6 +17,15 @@ std::string key_name(py::handle key, const std::string& what) {
   TORCH_CHECK_TYPE(py::isinstance<py::str>(key), "shardstep: cannot save ", what,
                    ": expected strings as keys, got ", std::string(py::repr(key)));
   return key.cast<std::string>();
+}
+
+at::Tensor tensor_of(py::handle object, const std::string& what) {
+  const auto& tensor = THPVariable_Unpack(object.ptr());
+  TORCH_CHECK_TYPE(!tensor.key_set().has(c10::DispatchKey::Python), "shardstep: cannot save ", what,
+                   ": expected a tensor with memory of its own, got ", type_name(object),
+                   "; consolidate_state_dict() with torch.save, and sharded_state_dict() with "
+                   "torch.distributed.checkpoint, take it");
+  return tensor.detach();
 }
 
 c10::IValue convert(py::handle object, const std::string& what, int depth) {
@@ -33,7 +44,10 @@ c10::IValue convert(py::handle object, const std::string& what, int depth) {
   }
   if (type == &PyFloat_Type) return PyFloat_AS_DOUBLE(object.ptr());
   if (type == &PyUnicode_Type) return object.cast<std::string>();
-  if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr()).detach();
+  if (THPDtype_Check(object.ptr())) {
+    return dtype_to_value(reinterpret_cast<THPDtype*>(object.ptr())->scalar_type);
+  }
+  if (THPVariable_Check(object.ptr())) return tensor_of(object, what);
   if (type == &PyTuple_Type) {
     std::vector<c10::IValue> items;
     for (auto item : object.cast<py::tuple>()) {
@@ -56,13 +70,18 @@ c10::IValue convert(py::handle object, const std::string& what, int depth) {
     }
     return items;
   }
-  TORCH_CHECK_TYPE(false, "shardstep: cannot save ", what,
-                   ": expected a number, a string, a bool, None, a tensor, or a list, tuple or "
-                   "dict of these, got ",
-                   type_name(object));
+  TORCH_CHECK_TYPE(
+      false, "shardstep: cannot save ", what,
+      ": expected a number, a string, a bool, None, a dtype, a tensor, or a list, tuple "
+      "or dict of these, got ",
+      type_name(object));
 }
 
 }  // namespace
+
+py::object dtype_object(at::ScalarType dtype) {
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
+}
 
 c10::IValue value_from_python(py::handle object, const std::string& what) {
   return convert(object, what, 0);
@@ -95,6 +114,7 @@ py::object value_to_python(const c10::IValue& value) {
     for (const auto& item : value.toList().vec()) list.append(value_to_python(item));
     return list;
   }
+  if (const auto dtype = value_to_dtype(value)) return dtype_object(*dtype);
   TORCH_CHECK_TYPE(value.isGenericDict(), "shardstep: cannot give Python a ", value.tagKind());
   py::dict dict;
   for (const auto& item : value.toGenericDict()) {

@@ -66,14 +66,12 @@ class CheckpointMethods(ShardedOptimizer):
                 error=error,
             )
 
-        with telling_every_rank(save):
+        with telling_every_rank(save, self._where()):
             self._let_parameters_arrive()
             self._push_options()
-            content["state"] = {
-                self._local[key].index if isinstance(key, int) else key: values
-                for key, values in self.optim.state_dict()["state"].items()
-            }
-            content["param_groups"] = self._packed_groups()
+            own, extra_state = self._local_state()
+            content["state"] = {**own, **extra_state}
+            content["param_groups"] = self._groups_by_index()
             content["names"] = parameter_names(self._index_of, self.param_groups, module)
             content["module"] = module_tensors(module)
             content["rng"] = rng_states() if rng else {}
@@ -111,18 +109,19 @@ class CheckpointMethods(ShardedOptimizer):
             nonlocal loaded
             loaded = self._checkpointer.load(
                 os.fspath(directory),
-                param_groups=self._packed_groups(),
+                param_groups=self._groups_by_index(),
                 names=names,
                 module=tensors,
-                elementwise=self._elementwise,
+                elementwise=self._is_known_elementwise,
                 error=error,
             )
 
-        with telling_every_rank(load):
+        with telling_every_rank(load, self._where()):
             self._let_parameters_arrive()
             tensors = module_tensors(module)
             names = parameter_names(self._index_of, self.param_groups, module)
         self._take_all_or_nothing(loaded["param_groups"], loaded["state"])
+        self._may_have_state = True
         self._sync_param_groups(loaded["param_groups"], self.param_groups)
         self._pull_options()
         with torch.no_grad():
@@ -146,7 +145,7 @@ class CheckpointMethods(ShardedOptimizer):
         """Every rank takes its share, or all of them keep what they had. Collective."""
         before = self.optim.state, self.optim.param_groups
         try:
-            with telling_every_rank(self._checkpointer.share):
+            with telling_every_rank(self._checkpointer.share, self._where()):
                 self._take(groups, state)
         except Exception:
             self.optim.state, self.optim.param_groups = before

@@ -39,7 +39,12 @@ def parameter_names(
         by_param = {param: name for name, param in module.named_parameters()}
         return [by_param.get(param, "") for param in params]
     if all("param_names" in group for group in groups):
-        return [name for group in groups for name in group["param_names"]]
+        by_param = {
+            param: name
+            for group in groups
+            for param, name in zip(group["params"], group["param_names"], strict=True)
+        }
+        return [by_param[param] for param in params]
     return []
 
 

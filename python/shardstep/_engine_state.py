@@ -1,10 +1,12 @@
 """Optimizer state between the local optimizer's dicts and the engine, which moves it."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from shardstep._tensors import is_plain
 
 EngineValues = list[tuple[str, torch.Tensor | bytes]]
 
@@ -19,6 +21,28 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)
+
+
+def check_divisible(index: int, values: Mapping[str, Any]) -> None:
+    """Raises TypeError for state of a part of a parameter that cannot be put together again."""
+    for name, value in values.items():
+        if is_plain(value):
+            continue
+        for tensor in _tensors_in(value):
+            if tensor.dim() > 0:
+                kind = type(tensor if value is tensor else value).__name__
+                raise TypeError(
+                    f"shardstep: expected {name} of parameter {index} to be a dense tensor when "
+                    f"sharding by element, got {kind}; shard by parameter"
+                )
+
+
 def to_engine(values: Mapping[str, Any]) -> EngineValues:
     """A parameter's state for the engine: dense tensors as they are, all else as bytes."""
     state: EngineValues = []
@@ -27,7 +51,7 @@ def to_engine(values: Mapping[str, Any]) -> EngineValues:
             raise TypeError(
                 f"shardstep: expected the optimizer's state under names, got the key {name!r}"
             )
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        if is_plain(value):
             state.append((name, value.detach()))
         else:
             state.append((name, pickle.dumps(_on_cpu(value))))

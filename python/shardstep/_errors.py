@@ -11,20 +11,26 @@ def where(rank: int, world_size: int) -> str:
 
 
 @contextlib.contextmanager
-def telling_every_rank(tell: Callable[[str | None], Any]) -> Iterator[None]:
+def telling_every_rank(tell: Callable[[str | None], Any], where: str) -> Iterator[None]:
     """Runs its block, then `tell` with what went wrong in it, None if nothing did.
 
     `tell` is collective and raises on every rank if any rank told it of an error. The rank whose
-    block failed raises its own error rather than the account of it.
+    block failed raises its own error, which says where, rather than the account of it.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
-        error = caught
+        error = _ending_with(where, caught)
     try:
         tell(None if error is None else str(error))
     except Exception as caught:
         raise (error or caught) from None
     if error is not None:
         raise error
+
+
+def _ending_with(where: str, error: Exception) -> Exception:
+    text = str(error)
+    ours = text.startswith("shardstep: ") and type(error) in (ValueError, TypeError, RuntimeError)
+    return type(error)(f"{text} {where}") if ours and not text.endswith(where) else error

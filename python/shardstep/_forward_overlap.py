@@ -1,7 +1,6 @@
 """Modules wait for their parameters to arrive, so that step() may return while they travel."""
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,20 +8,29 @@ import torch
 from shardstep._sharded_optimizer import ShardedOptimizer
 
 
+class _WaitForParameters:
+    """A hook of a module: waits for its own parameters, or for those inside it too."""
+
+    def __init__(self, optimizer: ShardedOptimizer | None, recurse: bool) -> None:
+        # The module outlives the optimizer in many programs.
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._recurse = recurse
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None:
+            indices = map(optimizer._index_of.get, module.parameters(self._recurse))
+            optimizer.engine.wait_for([index for index in indices if index is not None])
+
+    def __reduce__(self) -> Any:
+        """A copy of the module has parameters that nobody sends."""
+        return _WaitForParameters, (None, self._recurse)
+
+
 def wait_in_forward(optimizer: ShardedOptimizer, root: torch.nn.Module) -> None:
     """Every module of `root` waits, before its forward, for the parameters that it may read."""
-    this = weakref.ref(optimizer)  # the module outlives the optimizer in many programs
-
-    def wait_for(parameters: Iterable[torch.nn.Parameter]) -> None:
-        if (zero := this()) is not None:
-            indices = [zero._index_of.get(parameter) for parameter in parameters]
-            zero.engine.wait_for([index for index in indices if index is not None])
-
-    def wait_for_own(module: torch.nn.Module, _: Any) -> None:
-        wait_for(module.parameters(recurse=False))
-
-    def wait_for_whole(module: torch.nn.Module, *_: Any) -> None:
-        wait_for(module.parameters())
+    wait_for_own = _WaitForParameters(optimizer, recurse=False)
+    wait_for_whole = _WaitForParameters(optimizer, recurse=True)
 
     def watch(module: torch.nn.Module) -> None:
         if _leaves_parameters_to_children(module):

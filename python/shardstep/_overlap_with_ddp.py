@@ -32,6 +32,7 @@ class OverlapWithDDP(ShardedOptimizer):
         gradients = [(self._index_of[p], g) for p, g in params if p in self._index_of]
         self._push_options()
         self.engine.before_partial_step(gradients)
+        self._may_have_state = True
         self.optim.step()
         self._pull_options()
         pending = self.engine.after_partial_step(gradients, tag)

@@ -1,46 +1,83 @@
 """What users hand over as `params`, as param groups."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from shardstep._tensors import has_memory_of_its_own
+
 ParamGroup = dict[str, Any]
 
 
-def parse_param_groups(params: Any) -> list[ParamGroup]:
+def parse_param_groups(params: Any, own_options: Collection[str]) -> list[ParamGroup]:
     """The groups that `params` stands for. Raises TypeError or ValueError if it stands for none."""
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise TypeError(
-            "shardstep: expected params to be an iterable of tensors or of param groups, "
-            f"got {type(params).__name__}"
+            "shardstep: expected params to be an iterable of tensors, of named tensors or of param "
+            f"groups, got {type(params).__name__}"
         )
     items = list(params)
     if not items:
         raise ValueError("shardstep: expected parameters to optimize, got none")
-    if all(isinstance(item, torch.Tensor) for item in items):
-        return [{"params": items}]
+    if all(isinstance(item, torch.Tensor) or _is_named(item) for item in items):
+        items = [{"params": items}]
     for item in items:
         if not isinstance(item, dict):
             raise TypeError(
-                "shardstep: expected params to be all tensors or all param groups, "
-                f"got {type(item).__name__} among them"
+                "shardstep: expected params to be all tensors, all (name, tensor) or all param "
+                f"groups, got {type(item).__name__} among them"
             )
-    return [parse_param_group(item) for item in items]
+    return [parse_param_group(item, number, own_options) for number, item in enumerate(items)]
 
 
-def parse_param_group(group: Any) -> ParamGroup:
-    """A copy of the group, whose 'params' is a list."""
+def parse_param_group(group: Any, number: int, own_options: Collection[str]) -> ParamGroup:
+    """A copy of the group that will have this number, with a list of parameters we can take."""
     if not isinstance(group, dict):
         raise TypeError(f"shardstep: expected a param group, a dict, got {type(group).__name__}")
     if "params" not in group:
         raise ValueError(f"shardstep: expected a param group with 'params', got {list(group)}")
+    for key in group:
+        if key in own_options:
+            raise ValueError(
+                "shardstep: expected options of the local optimizer, got "
+                f"'{key}' in param group {number}, where it has no effect; it is an argument of "
+                "ZeroRedundancyOptimizer"
+            )
     params = group["params"]
     if isinstance(params, torch.Tensor):
         params = [params]
     elif isinstance(params, set):
         raise TypeError("shardstep: expected the parameters of a group in an order, got a set")
-    return {**group, "params": list(params)}
+    params = list(params)
+    for position, item in enumerate(params):
+        _check_parameter(item, position, number)
+    return {**group, "params": params}
+
+
+def _is_named(item: Any) -> bool:
+    return (
+        isinstance(item, tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and isinstance(item[1], torch.Tensor)
+    )
+
+
+def _check_parameter(item: Any, position: int, group: int) -> None:
+    if not isinstance(item, torch.Tensor) and not _is_named(item):
+        raise TypeError(
+            f"shardstep: expected parameter {position} of param group {group} to be a tensor or "
+            f"(name, tensor), got {type(item).__name__}"
+        )
+    name, tensor = item if isinstance(item, tuple) else ("", item)
+    if not has_memory_of_its_own(tensor):
+        raise TypeError(
+            f"shardstep: expected parameter {position}{f' ({name})' if name else ''} of param "
+            f"group {group} to be a tensor with memory of its own, got {type(tensor).__name__}; "
+            "shard a model either by its tensors or by this optimizer"
+        )
 
 
 def options_of(group: ParamGroup) -> ParamGroup:
@@ -48,10 +85,43 @@ def options_of(group: ParamGroup) -> ParamGroup:
     return {key: value for key, value in group.items() if key != "params"}
 
 
+def match_groups(
+    theirs: Sequence[ParamGroup], ours: Sequence[Sequence[int]], where: str
+) -> dict[int, int]:
+    """What each parameter of theirs is called in ours. Raises ValueError unless the two fit."""
+    if len(theirs) != len(ours):
+        raise ValueError(f"shardstep: expected {len(ours)} param groups, got {len(theirs)} {where}")
+    names: dict[int, int] = {}
+    for number, (group, params) in enumerate(zip(theirs, ours, strict=True)):
+        if len(group["params"]) != len(params):
+            raise ValueError(
+                f"shardstep: expected {len(params)} parameters in group {number}, "
+                f"got {len(group['params'])} {where}"
+            )
+        names.update(zip(group["params"], params, strict=True))
+    return names
+
+
+def unwrapped(optimizer_class: Any) -> tuple[Any, dict[str, Any]]:
+    """What functools.partial was made of, and the arguments that it adds."""
+    arguments: dict[str, Any] = {}
+    while isinstance(optimizer_class, functools.partial):
+        arguments = {**optimizer_class.keywords, **arguments}
+        optimizer_class = optimizer_class.func
+    return optimizer_class, arguments
+
+
+def name_of(optimizer_class: Any) -> str:
+    """Of a class or a function; an object that makes optimizers goes by its class's."""
+    name: str = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
+    return name
+
+
 def describe(optimizer_class: Any, group: ParamGroup) -> str:
     """What ranks compare of a group besides its parameters."""
-    options = " ".join(f"{k}={_in_words(v)}" for k, v in sorted(options_of(group).items()))
-    return f"{getattr(optimizer_class, '__qualname__', optimizer_class)} {options}"
+    cls, arguments = unwrapped(optimizer_class)
+    options = sorted({**arguments, **options_of(group)}.items())
+    return " ".join([name_of(cls), *(f"{key}={_in_words(value)}" for key, value in options)])
 
 
 def _in_words(value: Any) -> str:

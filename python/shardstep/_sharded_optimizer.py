@@ -1,7 +1,8 @@
 """What the parts of ZeroRedundancyOptimizer share: the engine, the param groups and the local
 optimizer, and how options and state pass between the last two."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,13 +27,17 @@ class ShardedOptimizer(Optimizer, Joinable):
     _arguments: dict[str, Any]
     """What the optimizer's class is called with besides the parameters."""
     _sharding: str
-    _elementwise: bool
-    """Whether the local optimizer is known, or was said, to update each element on its own."""
-    _local: list[LocalParam]
-    """What this rank owns, in the order of the local optimizer's parameters."""
+    _is_known_elementwise: bool
+    """Whether state tensors have the shapes of their parameters, or no axes."""
+    _local_by_group: list[list[LocalParam]]
+    """What this rank owns, group by group, in the order of the local optimizer's parameters."""
     _index_of: dict[torch.Tensor, int]
-    """Parameters are numbered in the order in which their groups list them."""
+    """Parameters are numbered in the order in which their groups list them first."""
     _overlap_info: _OverlapInfo
+    _consolidated: dict[Any, dict[str, Any]] | None
+    """State by parameter index, or under other keys of the local optimizer's."""
+    _may_have_state: bool
+    """Whether any rank may have state that its local optimizer did not start with."""
 
     @staticmethod
     def _sync_param_groups(src_param_groups: list[Any], dst_param_groups: list[Any]) -> None:
@@ -52,11 +57,10 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _index_to_param(self) -> list[torch.Tensor]:
         return list(self._index_of)
 
-    def _local_by_group(self) -> Iterator[tuple[int, LocalParam]]:
-        """What this rank owns, in the local optimizer's order, with the group's number."""
-        for group in range(len(self.param_groups)):
-            for local in self.engine.local_params(group):
-                yield group, local
+    @property
+    def _local(self) -> list[LocalParam]:
+        """What this rank owns, in the order of the local optimizer's parameters."""
+        return list(chain.from_iterable(self._local_by_group))
 
     def wait(self) -> None:
         """Returns when the parameters have arrived that step() left travelling."""
@@ -65,15 +69,27 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _where(self) -> str:
         return where(self.rank, self.world_size)
 
-    def _packed_groups(self) -> list[ParamGroup]:
-        """The param groups as a plain optimizer's state_dict() has them."""
-        groups: list[ParamGroup] = []
-        first = 0
-        for group in self.param_groups:
-            last = first + len(group["params"])
-            groups.append({**options_of(group), "params": list(range(first, last))})
-            first = last
-        return groups
+    def _local_state(self) -> tuple[dict[int, dict[str, Any]], dict[Any, Any]]:
+        """The local optimizer's state by parameter index, and what is of no parameter."""
+        local = self._local
+        own: dict[int, dict[str, Any]] = {}
+        extra: dict[Any, Any] = {}
+        for key, values in self.optim.state_dict()["state"].items():
+            if isinstance(key, int):
+                own[local[key].index] = values
+            else:
+                extra[key] = values
+        return own, extra
+
+    def _groups_by_index(self) -> list[ParamGroup]:
+        """The param groups with the indices of their parameters, each once."""
+        return [
+            {
+                **options_of(group),
+                "params": [self._index_of[param] for param in dict.fromkeys(group["params"])],
+            }
+            for group in self.param_groups
+        ]
 
     def _take(
         self,
@@ -96,31 +112,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         own.update(extra or {})
         self.optim.load_state_dict({"state": own, "param_groups": local_groups})
         self.state = self.optim.state
-        self._forget_consolidated()
-
-    def _forget_consolidated(self) -> None:
-        self._consolidated: dict[Any, dict[str, Any]] | None = None
-
-    def _fitting_groups(
-        self, state_dict: dict[str, Any]
-    ) -> tuple[list[ParamGroup], dict[int, int]]:
-        """The options of a dict's groups, and our index of each parameter that they list."""
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise ValueError(
-                f"shardstep: expected {len(self.param_groups)} param groups, got {len(groups)} "
-                f"{self._where()}"
-            )
-        positions: dict[int, int] = {}
-        for g, (theirs, ours) in enumerate(zip(groups, self.param_groups, strict=True)):
-            if len(theirs["params"]) != len(ours["params"]):
-                raise ValueError(
-                    f"shardstep: expected {len(ours['params'])} parameters in group {g}, "
-                    f"got {len(theirs['params'])} {self._where()}"
-                )
-            for key in theirs["params"]:
-                positions[key] = len(positions)
-        return [options_of(group) for group in groups], positions
+        self._consolidated = None
 
     def _finish_loading(self, groups: list[ParamGroup]) -> None:
         """Brings the options to where the user sees them, and tells who wants to know."""

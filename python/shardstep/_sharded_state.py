@@ -6,7 +6,7 @@ size and sharding what was saved at this one.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardstep._C import LocalParam
+from shardstep._param_groups import options_of
+from shardstep._tensors import is_plain
 
 _aten = torch.ops.aten
 _COPIES = (_aten.zeros_like.default, _aten.detach.default, _aten._to_copy.default)
@@ -136,14 +138,32 @@ def _in_order_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), **options).copy_(tensor)
 
 
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """A value that DCP saves and loads as one object, whatever is in it."""
+
+    value: Any
+
+
+def _map_leaves(value: Any, name: str, leaf: Callable[[str, Any], Any]) -> Any:
+    """Applies `leaf` to what DCP takes for single values: it looks into dicts and lists."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _map_leaves(item, key, leaf) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_leaves(item, name, leaf) for item in value]
+    return leaf(name, value)
+
+
 def shard_values(
     local: LocalParam, param: torch.Tensor, values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state of what this rank owns of a parameter. Nothing is copied."""
-    sharded = dict(values)
-    for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            continue
+
+    def shard(name: str, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, Mapping)) and not is_plain(value):
+            return Carried(value)
+        if not isinstance(value, torch.Tensor):
+            return value
         value = value.detach()
         if _is_divided(name, value, local.tensor):
             value = _in_order_of(local.tensor, value)
@@ -153,8 +173,27 @@ def shard_values(
             value = value.contiguous()
             part = _all_of(value)
             elements = value.view(part.sizes)
-        sharded[name] = ShardedState(part, elements, value.dtype, value.device)
+        return ShardedState(part, elements, value.dtype, value.device)
+
+    sharded: dict[str, Any] = _map_leaves(dict(values), "", shard)
     return sharded
+
+
+def loaded_values(values: dict[str, Any]) -> dict[str, Any] | None:
+    """What DCP has loaded into shard_values' or templates' dict; None if there was nothing."""
+    found = False
+
+    def load(_: str, value: Any) -> Any:
+        nonlocal found
+        if isinstance(value, ShardedState):
+            value = value.local()
+        elif isinstance(value, Carried):
+            value = value.value
+        found = found or value is not None
+        return value
+
+    loaded: dict[str, Any] = _map_leaves(values, "", load)
+    return loaded if found else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,13 +212,16 @@ class StateTemplates:
     def values(self, local: LocalParam, param: torch.Tensor, group: int) -> dict[str, Any]:
         """As shard_values gives them, for state that does not exist yet."""
         scratch, values = self._after_a_step(local, group)
-        sharded: dict[str, Any] = dict.fromkeys(values)
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                part = _all_of(value)
-                if _is_divided(name, value, scratch):
-                    part = _part_of_param(local, param, local.tensor)
-                sharded[name] = ShardedState(part, None, value.dtype, value.device)
+
+        def shard(name: str, value: Any) -> Any:
+            if not is_plain(value):
+                return None
+            part = _all_of(value)
+            if _is_divided(name, value, scratch):
+                part = _part_of_param(local, param, local.tensor)
+            return ShardedState(part, None, value.dtype, value.device)
+
+        sharded: dict[str, Any] = _map_leaves(values, "", shard)
         return sharded
 
     def _after_a_step(self, local: LocalParam, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -187,10 +229,11 @@ class StateTemplates:
         shape = torch.Size((2,)) if self.by_element else local.tensor.shape
         key = (group, shape, local.tensor.dtype, local.tensor.device)
         if key not in self._known:
-            options = {k: v for k, v in self.groups[group].items() if k != "params"}
+            options = options_of(self.groups[group])
             scratch = torch.zeros(shape, dtype=local.tensor.dtype, device=local.tensor.device)
             scratch.requires_grad_().grad = torch.zeros_like(scratch)
             optimizer = self.optimizer_class([{**options, "params": [scratch]}], **self.arguments)
             optimizer.step()
-            self._known[key] = scratch, dict(optimizer.state[scratch])
+            # What it keeps and what it tells may differ.
+            self._known[key] = scratch, dict(optimizer.state_dict()["state"].get(0, {}))
         return self._known[key]

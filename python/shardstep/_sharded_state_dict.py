@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardstep._param_groups import ParamGroup
+from shardstep._engine_state import check_divisible
+from shardstep._param_groups import ParamGroup, match_groups, options_of
 from shardstep._sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes time to import, and few need it
@@ -21,19 +22,25 @@ class ShardedStateDictMethods(ShardedOptimizer):
         from shardstep._sharded_state import shard_values
 
         self._push_options()
-        states = self.optim.state_dict()["state"]
+        own, extra = self._local_state()
         templates = self._state_templates(self.param_groups)
         params = self._index_to_param
         state = {}
-        for position, (group, local) in enumerate(self._local_by_group()):
-            state[str(local.index)] = (
-                shard_values(local, params[local.index], states[position])
-                if position in states
-                else templates.values(local, params[local.index], group)
-            )
+        for group, locals_ in enumerate(self._local_by_group):
+            for local in locals_:
+                index, param = local.index, params[local.index]
+                if index not in own:
+                    state[str(index)] = templates.values(local, param, group)
+                    continue
+                if self._sharding == "element":
+                    check_divisible(index, own[index])
+                state[str(index)] = shard_values(local, param, own[index])
         # DCP takes a tuple as one value, which it loads as it was, whatever there is now.
-        extra = tuple((k, v) for k, v in states.items() if not isinstance(k, int))
-        return {"state": state, "param_groups": tuple(self._packed_groups()), "extra": extra}
+        return {
+            "state": state,
+            "param_groups": tuple(self._groups_by_index()),
+            "extra": tuple(extra.items()),
+        }
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a dict of sharded_state_dict that torch.distributed.checkpoint has loaded into.
@@ -41,27 +48,28 @@ class ShardedStateDictMethods(ShardedOptimizer):
         It may have been saved at another world size and sharding. Raises ValueError that names what
         does not fit.
         """
-        from shardstep._sharded_state import ShardedState
+        from shardstep._sharded_state import loaded_values
 
-        groups, _ = self._fitting_groups(state_dict)
+        ours = [group["params"] for group in self._groups_by_index()]
+        match_groups(state_dict["param_groups"], ours, self._where())
+        groups = [options_of(group) for group in state_dict["param_groups"]]
         templates = self._state_templates(groups)
         own = {}
-        for group, local in self._local_by_group():
-            values = {
-                name: value.local() if isinstance(value, ShardedState) else value
-                for name, value in state_dict["state"][str(local.index)].items()
-            }
-            if all(value is None for value in values.values()):
-                continue  # there was no state of this parameter
-            missing = templates.names(local, group) - values.keys()
-            if missing:
-                raise ValueError(
-                    f"shardstep: expected {', '.join(sorted(missing))} of parameter {local.index} "
-                    f"in the state, as the options of its group ask for, got {', '.join(values)} "
-                    f"{self._where()}"
-                )
-            own[local.index] = values
+        for group, locals_ in enumerate(self._local_by_group):
+            for local in locals_:
+                values = loaded_values(state_dict["state"][str(local.index)])
+                if values is None:
+                    continue  # there was no state of this parameter
+                missing = templates.names(local, group) - values.keys()
+                if missing:
+                    raise ValueError(
+                        f"shardstep: expected {', '.join(sorted(missing))} of parameter "
+                        f"{local.index} in the state, as the options of its group ask for, got "
+                        f"{', '.join(values)} {self._where()}"
+                    )
+                own[local.index] = values
         self._take(groups, own, dict(state_dict["extra"]))
+        self._may_have_state = True
         self._finish_loading(groups)
 
     def _state_templates(self, groups: list[ParamGroup]) -> "StateTemplates":

@@ -4,12 +4,17 @@ from typing import Any
 
 import torch
 
-from shardstep._engine_state import from_engine, to_engine
+from shardstep._C import Checkpointer
+from shardstep._engine_state import check_divisible, from_engine, to_engine
+from shardstep._errors import telling_every_rank
+from shardstep._param_groups import ParamGroup, match_groups, options_of
 from shardstep._sharded_optimizer import ShardedOptimizer
 
 
 class StateDictMethods(ShardedOptimizer):
     """consolidate_state_dict, state_dict and load_state_dict."""
+
+    _checkpointer: Checkpointer
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
         """Gathers the state of all ranks on rank `to`, where state_dict() then gives it.
@@ -17,36 +22,38 @@ class StateDictMethods(ShardedOptimizer):
         Tensors go to `to` alone, a bucket at a time. Returns the dict there, None elsewhere.
         Collective.
         """
-        self._push_options()
-        states = self.optim.state_dict()["state"]
-        local = {
-            self._local[key].index: to_engine(values)
-            for key, values in states.items()
-            if isinstance(key, int)
-        }
+        with telling_every_rank(self._checkpointer.share, self._where()):
+            self._push_options()
+            own, extra = self._local_state()
+            if self._sharding == "element":
+                for index, values in own.items():
+                    check_divisible(index, values)
+            local = {index: to_engine(values) for index, values in own.items()}
         whole = self.engine.gather_state(local, to)
-        self._forget_consolidated()
+        self._consolidated = None
         if self.rank != to:
             return None
         self._consolidated = {index: from_engine(values) for index, values in whole.items()}
-        # State of no parameter is the same on every rank.
-        self._consolidated.update((k, v) for k, v in states.items() if not isinstance(k, int))
-        return {"state": dict(self._consolidated), "param_groups": self._packed_groups()}
+        self._consolidated.update(extra)  # state of no parameter is the same on every rank
+        return self._as_plain(self._consolidated)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was last consolidated on this rank, as the plain optimizer would give it."""
-        if self._consolidated is None:
-            raise RuntimeError(
-                "shardstep: expected a consolidated state, got none on this rank: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks before state_dict() "
-                f"{self._where()}"
-            )
+        """What was last consolidated on this rank, as the plain optimizer would give it.
+
+        As long as no rank has any state, there is nothing to consolidate.
+        """
+        state = self._consolidated
+        if state is None:
+            if self._may_have_state or self._has_state_from_the_start():
+                raise RuntimeError(
+                    "shardstep: expected a consolidated state, got none on this rank: call "
+                    f"consolidate_state_dict(to={self.rank}) on all ranks before state_dict() "
+                    f"{self._where()}"
+                )
+            state = {}
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict: dict[str, Any] = {
-            "state": dict(self._consolidated),
-            "param_groups": self._packed_groups(),
-        }
+        state_dict = self._as_plain(state)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
@@ -60,43 +67,82 @@ class StateDictMethods(ShardedOptimizer):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        groups, positions = self._fitting_groups(state_dict)
+        ours = [[self._index_of[p] for p in group["params"]] for group in self.param_groups]
+        indices = match_groups(state_dict["param_groups"], ours, self._where())
         whole, extra = {}, {}
         for key, values in state_dict["state"].items():
             if not isinstance(key, int):
                 extra[key] = values
-            elif key not in positions:
+            elif key not in indices:
                 raise ValueError(
                     "shardstep: expected state of parameters that a group lists, got state of "
                     f"parameter {key} {self._where()}"
                 )
             else:
-                self._check_shapes(positions[key], values)
-                whole[positions[key]] = to_engine(values)
-        cut = self.engine.cut_state(whole)
+                whole[indices[key]] = values
+        self._check_shapes(whole)
+        cut = self.engine.cut_state({index: to_engine(values) for index, values in whole.items()})
         own = {index: from_engine(values) for index, values in cut.items()}
+        groups = [options_of(group) for group in state_dict["param_groups"]]
         self._take(groups, own, extra)
+        self._may_have_state = bool(state_dict["state"])
         self._finish_loading(groups)
 
-    def _check_shapes(self, index: int, values: dict[str, Any]) -> None:
-        param = self._index_to_param[index]
-        known = self._known_shapes(index)
-        for name, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            expected = known.get(name)
-            if expected is None and self._elementwise and value.dim() > 0:
-                expected = param.shape
-            if expected is not None and value.shape != expected:
-                raise ValueError(
-                    f"shardstep: expected {name} of parameter {index} with shape "
-                    f"{tuple(expected)}, got {tuple(value.shape)} {self._where()}"
-                )
+    def _as_plain(self, state: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+        """A plain optimizer's dict over the same groups.
 
-    def _known_shapes(self, index: int) -> dict[str, torch.Size]:
-        """Shapes of the state that this rank holds of a whole parameter."""
-        for local in self._local:
-            if local.index == index and local.tensor.shape == self._index_to_param[index].shape:
-                state = self.optim.state.get(local.tensor, {})
-                return {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
-        return {}
+        It calls a parameter by the place where its group lists it last.
+        """
+        places: dict[torch.Tensor, int] = {}
+        groups: list[ParamGroup] = []
+        first = 0
+        for group in self.param_groups:
+            for place, param in enumerate(group["params"], first):
+                places[param] = place
+            listed = [places[param] for param in group["params"]]
+            groups.append({**options_of(group), "params": listed})
+            first += len(listed)
+        by_index = list(places.values())
+        return {
+            "state": {by_index[k] if isinstance(k, int) else k: v for k, v in state.items()},
+            "param_groups": groups,
+        }
+
+    def _has_state_from_the_start(self) -> bool:
+        """Whether local optimizers are made with state, as Adagrad is."""
+        if self.optim.state or self._local:
+            return bool(self.optim.state)
+        param = torch.zeros(1, requires_grad=True)  # a rank that owns nothing asks a new one
+        options = options_of(self.param_groups[0])
+        options.pop("param_names", None)
+        return bool(
+            self._optimizer_class([{**options, "params": [param]}], **self._arguments).state
+        )
+
+    def _check_shapes(self, state: dict[int, dict[str, Any]]) -> None:
+        params = self._index_to_param
+        known = self._known_shapes(params)
+        for index, values in state.items():
+            for name, value in values.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                expected = known.get(index, {}).get(name)
+                if expected is None and self._is_known_elementwise and value.dim() > 0:
+                    expected = params[index].shape
+                if expected is not None and value.shape != expected:
+                    raise ValueError(
+                        f"shardstep: expected {name} of parameter {index} with shape "
+                        f"{tuple(expected)}, got {tuple(value.shape)} {self._where()}"
+                    )
+
+    def _known_shapes(self, params: list[torch.Tensor]) -> dict[int, dict[str, torch.Size]]:
+        """Shapes of the state that this rank holds of whole parameters."""
+        return {
+            local.index: {
+                name: value.shape
+                for name, value in self.optim.state.get(local.tensor, {}).items()
+                if isinstance(value, torch.Tensor)
+            }
+            for local in self._local
+            if local.tensor.shape == params[local.index].shape
+        }

@@ -4,8 +4,10 @@ This module makes the local optimizer and runs its steps; who owns what, and how
 state travel, is the engine's. What else the class can do is in a module for each matter.
 """
 
+import inspect
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardstep._C import Checkpointer, ShardEngine
 from shardstep._checkpoint import CheckpointMethods
-from shardstep._elementwise import is_known_elementwise
+from shardstep._elementwise import check_optimizer_class, is_known_elementwise, refuse_lbfgs
 from shardstep._errors import telling_every_rank, where
 from shardstep._forward_overlap import wait_in_forward
 from shardstep._gradients import GradientMethods
@@ -33,9 +35,6 @@ from shardstep._state_dict import StateDictMethods
 from shardstep._torch_names import TorchPrivateNames
 
 __all__ = ["ZeroRedundancyOptimizer"]
-
-# Optimizers of torch's that look at whole parameters: slices of them would train differently.
-_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 class _ZeROJoinHook(JoinHook):
@@ -75,9 +74,11 @@ class ZeroRedundancyOptimizer(
     order on every rank.
 
     Args:
-        params: tensors, or param groups (dicts).
-        optimizer_class: the optimizer that each rank runs on what it owns: any optimizer when
-            sharding by parameter, an element-wise one (SGD, Adam, ...) when sharding by element.
+        params: tensors, (name, tensor) pairs, or param groups (dicts).
+        optimizer_class: the optimizer that each rank runs on what it owns: any optimizer but LBFGS
+            when sharding by parameter, an element-wise one when sharding by element: torch's
+            Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD, or
+            one that you say is `elementwise`.
         process_group: the default group if None.
         parameters_as_bucket_view: parameters become views of one flat tensor a dtype and device.
         overlap_with_ddp: the update runs inside DDP's backward pass, by a hook of
@@ -101,6 +102,9 @@ class ZeroRedundancyOptimizer(
             parameters elsewhere, call wait(); the module's state_dict() does.
         gradient_dtype: in stage 2, torch.bfloat16 or torch.float16: wider gradients are rounded to
             it and travel at half the width; their owner adds them up in their own dtype.
+        elementwise: says that optimizer_class, which is not among torch's that are known to be,
+            is element-wise: its update of an element depends on nothing but that element's
+            gradient and state.
         defaults: passed on to optimizer_class.
     """
 
@@ -119,6 +123,7 @@ class ZeroRedundancyOptimizer(
         share_parameters: bool = False,
         overlap_forward: torch.nn.Module | None = None,
         gradient_dtype: torch.dtype | None = None,
+        elementwise: bool = False,
         **defaults: Any,
     ) -> None:
         self.initialized = False
@@ -131,12 +136,13 @@ class ZeroRedundancyOptimizer(
         self._overlap_info = _OverlapInfo(self.world_size)
         self._overlapped_steps = []
         self._optimizer_class = optimizer_class
-        self._elementwise = is_known_elementwise(optimizer_class)
+        self._is_known_elementwise = is_known_elementwise(optimizer_class)
         self._arguments = defaults
-        self._local = []
+        self._local_by_group = []
         self._index_of = {}
-        self._forget_consolidated()
-        with telling_every_rank(self._adopt_first_groups):
+        self._consolidated = None
+        self._may_have_state = False
+        with telling_every_rank(self._adopt_first_groups, self._where()):
             self.engine = ShardEngine(
                 self.process_group,
                 stage=stage,
@@ -149,13 +155,19 @@ class ZeroRedundancyOptimizer(
                 overlap_forward=overlap_forward is not None,
                 gradient_dtype=gradient_dtype,
             )
-            self._check_optimizer_class()
+            check_optimizer_class(
+                optimizer_class, sharding, elementwise or self._is_known_elementwise
+            )
             # The local optimizer says which of its arguments are options of a group.
-            Optimizer.__init__(self, parse_param_groups(params), {})
+            Optimizer.__init__(self, parse_param_groups(params, _OWN_OPTIONS), {})
         Joinable.__init__(self)
         self._checkpointer = Checkpointer(self.engine)
         weakref.finalize(self, self._checkpointer.finish)  # also when the interpreter ends
-        self.optim = optimizer_class(self._local_groups(0), **defaults)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*duplicate parameters")  # it was said already
+            self.optim = optimizer_class(self._local_groups(0), **defaults)
+        if isinstance(self.optim, torch.optim.LBFGS):
+            refuse_lbfgs(type(self.optim))
         self.defaults = dict(self.optim.defaults)
         self._pull_options()
         self.state = self.optim.state
@@ -175,13 +187,13 @@ class ZeroRedundancyOptimizer(
             )
         self.global_rank = dist.get_global_rank(group, self.rank)
 
-    def _check_optimizer_class(self) -> None:
-        name = getattr(self._optimizer_class, "__name__", "")
-        if self._sharding == "element" and name in _WHOLE_PARAMETERS:
-            raise ValueError(
-                "shardstep: expected an element-wise optimizer when sharding by element, got "
-                f"{name}, which needs whole parameters; shard by parameter {self._where()}"
-            )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "shardstep: a ZeroRedundancyOptimizer cannot be copied or pickled: it is this rank's "
+            "part of an object that all ranks share; make another one over the copied parameters, "
+            "and let it load_state_dict() what consolidate_state_dict() gave "
+            f"{self._where()}"
+        )
 
     # -- param groups ------------------------------------------------------------------------------
 
@@ -191,8 +203,8 @@ class ZeroRedundancyOptimizer(
             super().add_param_group(param_group)
             return
         known = len(self.param_groups)
-        with telling_every_rank(lambda error: self._adopt_groups(known, error)):
-            super().add_param_group(parse_param_group(param_group))
+        with telling_every_rank(lambda error: self._adopt_groups(known, error), self._where()):
+            super().add_param_group(parse_param_group(param_group, known, _OWN_OPTIONS))
         for group in self._local_groups(known):
             self.optim.add_param_group(group)
         self._pull_options()
@@ -207,21 +219,28 @@ class ZeroRedundancyOptimizer(
         """Hands the groups from `known` on to the engine; if a rank cannot, none of them stays."""
         new = self.param_groups[known:]
         groups = [
-            (g["params"], describe(self._optimizer_class, {**self._arguments, **g})) for g in new
+            (
+                list(dict.fromkeys(group["params"])),
+                describe(self._optimizer_class, {**self._arguments, **group}),
+            )
+            for group in new
         ]
         try:
             self.engine.add_groups(groups, error)
         except Exception:
             del self.param_groups[known:]
             raise
-        for g, group in enumerate(new, known):
-            self._local.extend(self.engine.local_params(g))
+        for number, group in enumerate(new, known):
             for param in group["params"]:
-                self._index_of[param] = len(self._index_of)
+                self._index_of.setdefault(param, len(self._index_of))
+            # A parameter that is listed twice is updated twice, as torch.optim does.
+            times = Counter(self._index_of[param] for param in group["params"])
+            local = self.engine.local_params(number)
+            self._local_by_group.append([own for own in local for _ in range(times[own.index])])
 
     def _local_groups(self, known: int) -> list[ParamGroup]:
         return [
-            {**group, "params": [local.tensor for local in self.engine.local_params(g)]}
+            {**group, "params": [local.tensor for local in self._local_by_group[g]]}
             for g, group in enumerate(self.param_groups[known:], known)
         ]
 
@@ -261,6 +280,7 @@ class ZeroRedundancyOptimizer(
         if self._has_inputs:  # who has joined answers, and does not announce
             Join.notify_join_context(self)
         self._push_options()
+        self._may_have_state = True
         if gradients is not None:
             if closure is not None or not self._overlap_with_ddp:
                 raise ValueError(
@@ -307,6 +327,11 @@ class ZeroRedundancyOptimizer(
     def join_process_group(self) -> Any:
         return self.process_group
 
+
+_OWN_OPTIONS = inspect.signature(ZeroRedundancyOptimizer).parameters.keys() - {
+    "params",
+    "defaults",
+}
 
 # Code that asks for torch's class finds ours.
 _TorchZeroRedundancyOptimizer.register(ZeroRedundancyOptimizer)

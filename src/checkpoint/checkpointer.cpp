@@ -65,6 +65,7 @@ void plan_state(const ShardEngine& engine, const LocalParam& local, const NamedV
                 detail::ShardContent& shard) {
   const auto& param = engine.param(local.index);
   const bool first = engine.partition().slices(local.index).front().rank == engine.rank();
+  if (first) shard.state[local.index];  // also if it is empty
   for (const auto& item : values) {
     const auto name = state_name(local.index, item.key());
     if (first) shard.state[local.index].push_back(item.key());
@@ -179,7 +180,7 @@ const char* kind_of(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().numel() == 1 ? "a number" : "a tensor";
   if (value.isString()) return "a string";
   if (value.isTuple() || value.isList()) return "a sequence";
-  return "a dict";
+  return value_to_dtype(value) ? "a dtype" : "a dict";
 }
 
 void check_options(const NamedValues& expected, const NamedValues& saved, size_t group) {
@@ -284,7 +285,7 @@ NamedValues read_state(Checkpoint& checkpoint, const ShardEngine& engine, const 
       values.insert(key, read_like_param(checkpoint, name, param, local.elements, sharding));
       continue;
     }
-    TORCH_CHECK_VALUE(info.shape.empty() || (!elementwise && sharding == Sharding::kParameter),
+    TORCH_CHECK_VALUE(info.shape.empty() || !elementwise,
                       "shardstep: expected ", key, " of parameter ", local.index, " with shape ",
                       param.sizes(), ", got ", at::IntArrayRef(info.shape));
     values.insert(key, checkpoint.read(name));

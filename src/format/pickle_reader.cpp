@@ -6,6 +6,7 @@
 
 #include "format/pickle.h"
 #include "format/pickle_format.h"
+#include "shardstep/state_dict.h"
 
 namespace shardstep::detail {
 
@@ -71,6 +72,15 @@ std::optional<int64_t> extent(int64_t offset, const std::vector<int64_t>& sizes,
     }
   }
   return numel == 0 ? 0 : last + 1;
+}
+
+// The dtype that a global of torch's names, if it does.
+std::optional<at::ScalarType> dtype_named(const PickleNode& node) {
+  constexpr std::string_view kTorch = "torch.";
+  if (node.kind != Kind::kGlobal || !node.name.starts_with(kTorch)) return std::nullopt;
+  const auto& dtypes = c10::getStringToDtypeMap();
+  const auto found = dtypes.find(node.name.substr(kTorch.size()));
+  return found == dtypes.end() ? std::nullopt : std::optional(found->second);
 }
 
 class PickleReader {
@@ -401,9 +411,10 @@ PickleNodePtr read_pickle(std::string_view bytes, const StorageLoader& load_stor
 
 c10::IValue as_value(PickleNode& node) {
   if (node.kind == Kind::kLeaf || node.converted) return node.value;
+  if (const auto dtype = dtype_named(node)) return dtype_to_value(*dtype);
   TORCH_CHECK_VALUE(node.kind == Kind::kTuple || node.kind == Kind::kList,
-                    "expected a tensor, number, bool, string, None, or a tuple or list of these, "
-                    "got ",
+                    "expected a tensor, number, bool, string, None, dtype, or a tuple or list of "
+                    "these, got ",
                     describe(node));
   std::vector<c10::IValue> elements;
   for (const auto& item : node.items) elements.push_back(as_value(*item));

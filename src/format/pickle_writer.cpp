@@ -4,6 +4,7 @@
 
 #include "format/pickle.h"
 #include "format/pickle_format.h"
+#include "shardstep/state_dict.h"
 
 namespace shardstep::detail {
 
@@ -122,6 +123,8 @@ void PickleWriter::value(const c10::IValue& value, const std::string& name) {
     begin_list();
     for (const c10::IValue& element : value.toList()) this->value(element, name);
     end_list();
+  } else if (const auto dtype = value_to_dtype(value)) {
+    global("torch", std::string(c10::getDtypeNames(*dtype).first));
   } else {
     TORCH_CHECK_VALUE(false, "shardstep: a state dict cannot hold '", name, "' of type ",
                       value.tagKind());

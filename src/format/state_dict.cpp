@@ -26,6 +26,7 @@ using Kind = PickleNode::Kind;
 
 // Tensors of a StateDictFile that are larger than this are read when they are asked for.
 constexpr size_t kSmallBytes = 4096;
+constexpr const char* kDtypeKey = "torch.dtype";
 constexpr const char* kByteOrder = std::endian::native == std::endian::little ? "little" : "big";
 
 void write_values(detail::PickleWriter& pickle, const NamedValues& values) {
@@ -235,6 +236,22 @@ size_t checked_size(const std::string& path) {
 }
 
 }  // namespace
+
+c10::IValue dtype_to_value(at::ScalarType dtype) {
+  c10::impl::GenericDict value(c10::StringType::get(), c10::AnyType::get());
+  value.insert(kDtypeKey, std::string(c10::getDtypeNames(dtype).first));
+  return value;
+}
+
+std::optional<at::ScalarType> value_to_dtype(const c10::IValue& value) {
+  if (!value.isGenericDict()) return std::nullopt;
+  const auto dict = value.toGenericDict();
+  const auto name = dict.find(kDtypeKey);
+  if (dict.size() != 1 || name == dict.end() || !name->value().isString()) return std::nullopt;
+  const auto& dtypes = c10::getStringToDtypeMap();
+  const auto found = dtypes.find(name->value().toStringRef());
+  return found == dtypes.end() ? std::nullopt : std::optional(found->second);
+}
 
 void write_state_dict(const StateDict& dict, const std::string& path) {
   detail::write_state_dict(dict, path, [&](const c10::Storage&, void*) {

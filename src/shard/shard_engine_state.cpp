@@ -29,8 +29,13 @@ struct Entry {
   std::vector<int64_t> sizes;
 };
 
-// What one rank has to send: for each of its slices, in order, the values of its state.
-using Catalogue = std::vector<std::vector<Entry>>;
+// What one rank has to send: for each of its slices, in order, the values of its state. A slice
+// without state is not a slice with an empty one.
+struct SliceEntries {
+  bool has_state = false;
+  std::vector<Entry> entries;
+};
+using Catalogue = std::vector<SliceEntries>;
 
 class Writer {
  public:
@@ -73,7 +78,8 @@ class Reader {
 std::string encode(const Catalogue& catalogue) {
   Writer out;
   out.number(static_cast<int64_t>(catalogue.size()));
-  for (const auto& entries : catalogue) {
+  for (const auto& [has_state, entries] : catalogue) {
+    out.number(has_state);
     out.number(static_cast<int64_t>(entries.size()));
     for (const auto& entry : entries) {
       out.string(entry.name);
@@ -90,7 +96,8 @@ std::string encode(const Catalogue& catalogue) {
 Catalogue decode(std::string bytes) {
   Reader in(std::move(bytes));
   Catalogue catalogue(in.number());
-  for (auto& entries : catalogue) {
+  for (auto& [has_state, entries] : catalogue) {
+    has_state = in.number() != 0;
     entries.resize(in.number());
     for (auto& entry : entries) {
       entry.name = in.string();
@@ -149,10 +156,11 @@ Catalogue catalogue_of(const Slices& slices, const EngineState& local, Sharding 
   for (size_t i = 0; i < slices.size(); ++i) {
     const auto found = local.find(slices[i]->param);
     if (found == local.end()) continue;
+    catalogue[i].has_state = true;
     for (const auto& value : found->second) {
       const bool cut =
           value.tensor.defined() && detail::is_cut(value.tensor, slices[i]->elements, sharding);
-      catalogue[i].push_back(describe(value, cut));
+      catalogue[i].entries.push_back(describe(value, cut));
     }
   }
   return catalogue;
@@ -199,8 +207,8 @@ std::vector<at::Tensor> outgoing(const std::vector<at::Tensor>& params, const Sl
   for (size_t i = 0; i < slices.size(); ++i) {
     if (slices[i]->bucket != bucket) continue;
     const auto& param = params[slices[i]->param];
-    for (size_t v = 0; v < catalogue[i].size(); ++v) {
-      const auto form = catalogue[i][v].form;
+    for (size_t v = 0; v < catalogue[i].entries.size(); ++v) {
+      const auto form = catalogue[i].entries[v].form;
       if (form != Form::kWhole && form != Form::kCut) continue;
       const auto& state = local.at(slices[i]->param)[v].tensor;
       const auto ordered = form == Form::kWhole && state.sizes() == param.sizes()
@@ -221,8 +229,10 @@ std::vector<at::Tensor> places(const std::vector<at::Tensor>& params, const Slic
     if (slices[i]->bucket != bucket) continue;
     const auto& [param_index, rank, elements, in_bucket, offset] = *slices[i];
     const auto& param = params[param_index];
-    for (const auto& entry : catalogue[i]) {
-      auto& value = value_named(whole[param_index], entry.name);
+    if (!catalogue[i].has_state) continue;
+    auto& state = whole[param_index];
+    for (const auto& entry : catalogue[i].entries) {
+      auto& value = value_named(state, entry.name);
       if (entry.form == Form::kBytes) {
         value.bytes = entry.bytes;
       } else if (entry.form == Form::kInline) {

@@ -40,6 +40,11 @@ every_layout = pytest.mark.parametrize(
 )
 
 
+def said_elementwise(options: dict[str, Any]) -> dict[str, Any]:
+    """For an optimizer that is not known to be element-wise."""
+    return {**options, "elementwise": True} if options.get("sharding") == "element" else options
+
+
 def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable:
     """Makes a test run on every rank of groups of these sizes; its arguments are pickled."""
 

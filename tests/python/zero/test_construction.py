@@ -83,7 +83,6 @@ def test_what_is_no_parameters_is_refused(options):
     refuses(TypeError, "iterable|param groups", [1, 2], **options)
     refuses(TypeError, "iterable|param groups", [first, {"params": [second]}], **options)
     refuses(TypeError, "iterable|param groups", [{"params": [second]}, first], **options)
-    refuses(TypeError, "iterable|param groups", [("weight", first)], **options)
     refuses(ValueError, "params", [{"lr": 0.1}], **options)
     refuses(ValueError, "params", [{"params": [first]}, {"lr": 0.1}], **options)
     # The group is as good as before.
@@ -113,7 +112,7 @@ def test_what_the_plain_optimizer_refuses_is_refused(options):
 @on_ranks(2)
 def test_what_a_plain_group_refuses_is_refused(options):
     first, second = make_parameters(2, 3)
-    refuses(TypeError, "Tensor", [{"params": [3]}], **options)
+    refuses(TypeError, "[Tt]ensor", [{"params": [3]}], **options)
     refuses(TypeError, "set", [{"params": {first, second}}], **options)
 
 

@@ -109,7 +109,7 @@ def test_what_is_no_new_group_is_refused(options):
     for group, error, match in [
         ({"params": [twins.sharded[1]]}, ValueError, "more than one"),
         ([twins.sharded[1]], TypeError, "dict"),
-        ({"params": [3.0]}, TypeError, "Tensor"),
+        ({"params": [3.0]}, TypeError, "[Tt]ensor"),
         ({"params": [twins.sharded[1] * 2]}, ValueError, "leaf"),
     ]:
         with pytest.raises(error, match=match):

@@ -18,6 +18,7 @@ from helpers import (
     make_parameters,
     on_ranks,
     ours,
+    said_elementwise,
     set_gradients,
 )
 from implementation import ZeroRedundancyOptimizer
@@ -270,6 +271,7 @@ class Counting(torch.optim.Optimizer):
 @every_sharding
 @on_ranks(2)
 def test_step_counters_of_any_kind_go_on(counter, options):
+    options = said_elementwise(options)
     twins = Twins(Counting, options=options, counter=counter)
     twins.step(2)
     state = everywhere(twins.zero)

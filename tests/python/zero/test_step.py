@@ -17,6 +17,7 @@ from helpers import (
     make_parameters,
     on_ranks,
     ours,
+    said_elementwise,
     set_gradients,
 )
 from implementation import ZeroRedundancyOptimizer
@@ -82,7 +83,7 @@ class WithoutClosure(torch.optim.SGD):
 @every_sharding
 @on_ranks(2)
 def test_optimizer_whose_step_takes_no_closure(options):
-    Twins(WithoutClosure, options=options).step(3)
+    Twins(WithoutClosure, options=said_elementwise(options)).step(3)
 
 
 class WithKeyword(torch.optim.SGD):
@@ -99,7 +100,7 @@ class WithKeyword(torch.optim.SGD):
 @every_sharding
 @on_ranks(2)
 def test_extra_keywords_reach_the_local_optimizer(options):
-    twins = Twins(WithKeyword, options=options)
+    twins = Twins(WithKeyword, options=said_elementwise(options))
     twins.set_gradients(seed=2)
     seen = []
     twins.plain.step(scale=3.0)
@@ -134,7 +135,7 @@ class WithNewKeys(torch.optim.SGD):
 @on_ranks(2, 4)
 def test_keys_that_the_local_optimizer_adds_show_up(options):
     groups = [{"count": 1}, {"count": 3, "lr": 0.5}]
-    twins = Twins(WithNewKeys, groups=groups, options=options)
+    twins = Twins(WithNewKeys, groups=groups, options=said_elementwise(options))
     assert [group["born"] for group in twins.zero.param_groups] == [True, True]
     twins.step(1)
     assert [group["steps"] for group in twins.zero.param_groups] == [1, 1]
@@ -364,7 +365,9 @@ def test_other_threads_run_while_a_rank_waits(call, options):
 
     store = dist.distributed_c10d._get_default_store()
     parameters = make_parameters(9, (3, 5), 7, (2, 2))
-    zero = ZeroRedundancyOptimizer(parameters, Announcing, lr=0.1, momentum=0.9, **options)
+    zero = ZeroRedundancyOptimizer(
+        parameters, Announcing, lr=0.1, momentum=0.9, **said_elementwise(options)
+    )
     set_gradients(parameters, seed=0)
     if call != "step":
         zero.step()
@@ -397,7 +400,9 @@ def test_an_error_in_the_local_step_is_not_lost(options):
         def step(self, closure=None):
             raise RuntimeError("no more steps")
 
-    zero = ZeroRedundancyOptimizer(make_parameters(4, 5), Failing, lr=0.1, **options)
+    zero = ZeroRedundancyOptimizer(
+        make_parameters(4, 5), Failing, lr=0.1, **said_elementwise(options)
+    )
     with pytest.raises(RuntimeError, match="no more steps"):
         zero.step()
     assert gathered(True) == [True, True]
