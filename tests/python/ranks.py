@@ -1,20 +1,25 @@
 """Runs a function on real ranks: processes that meet over Gloo, with a time limit.
 
-The processes are forked from a server that has torch imported, so starting them is cheap. The
-function and its arguments are pickled: give functions of a module, not lambdas.
+The processes live on from test to test, one set per world size, and are forked from a server that
+has torch imported. Each call gets a process group of its own. A set in which anything went wrong is
+killed, and the next call starts another. The function and its arguments are pickled: give functions
+of a module, not lambdas.
 """
 
+import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 _GRACE = 5.0  # how long other ranks have to fail too, before they are killed
+_STACK = signal.SIGUSR1  # asks a rank for the stacks of its threads
 
 
 class RankError(AssertionError):
@@ -36,13 +42,31 @@ def _context():
     return context
 
 
-def _rank_main(pipe, folder, rank, world_size, timeout, function, args):
-    with open(Path(folder) / f"stderr.{rank}", "w") as errors:
-        os.dup2(errors.fileno(), 2)
-    faulthandler.dump_traceback_later(timeout)
-    torch.set_num_threads(1)
+# In the rank
+
+
+@contextlib.contextmanager
+def _as_if_new() -> Iterator[None]:
+    """A call finds the process as the first one did."""
+    environment, folder = dict(os.environ), os.getcwd()
+    torch.manual_seed(0)
     try:
-        store = dist.FileStore(str(Path(folder) / "store"), world_size)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(True)
+
+
+def _call(pipe: Connection, folder: Path, rank: int, world_size: int, call: bytes) -> None:
+    """One call; its outcome is sent, and the group lives until every rank has one."""
+    timeout, path, job = pickle.loads(call)
+    sys.path[:] = path
+    try:
+        store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group(
             "gloo",
             store=store,
@@ -50,13 +74,108 @@ def _rank_main(pipe, folder, rank, world_size, timeout, function, args):
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        torch.manual_seed(0)
+        function, args = pickle.loads(job)
         result = pickle.dumps(("done", function(*args)))
     except BaseException:
-        pipe.send_bytes(pickle.dumps(("failed", traceback.format_exc())))
-        return
+        result = pickle.dumps(("failed", traceback.format_exc()))
     pipe.send_bytes(result)
-    pipe.poll(timeout)  # connections stay open until every rank is done
+    pipe.recv_bytes()
+    gc.collect()  # optimizers in cycles hold on to the group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
+    faulthandler.register(_STACK, file=2, all_threads=True)
+    torch.set_num_threads(1)
+    gc.freeze()  # what torch made while it was imported need not be looked through each time
+    with contextlib.suppress(EOFError):  # the parent has closed the pipe
+        while True:
+            folder = Path(os.fsdecode(pipe.recv_bytes()))
+            with open(folder / f"stderr.{rank}", "w") as errors:
+                os.dup2(errors.fileno(), 2)
+            with _as_if_new():
+                _call(pipe, folder, rank, world_size, pipe.recv_bytes())
+            sys.stderr.flush()
+            pipe.send_bytes(b"ready")
+
+
+# In the test
+
+
+class _Ranks:
+    """Processes of one world size, and the pipes to them."""
+
+    def __init__(self, world_size: int) -> None:
+        context = _context()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(theirs, rank, world_size), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def start(self, folder: Path, call: bytes) -> None:
+        for pipe in self.pipes:
+            pipe.send_bytes(os.fsencode(folder))
+            pipe.send_bytes(call)
+
+    def outcomes(self, seconds: float) -> dict[int, tuple[str, Any]]:
+        """What each rank sent within this time; after a failure the others have little more."""
+        outcomes: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + seconds
+        while len(outcomes) < len(self.pipes) and time.monotonic() < deadline:
+            waiting = {pipe: r for r, pipe in enumerate(self.pipes) if r not in outcomes}
+            for pipe in wait(list(waiting), deadline - time.monotonic()):
+                rank = waiting[pipe]
+                outcomes[rank] = self._outcome(rank)
+                if outcomes[rank][0] != "done":
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        return outcomes
+
+    def _outcome(self, rank: int) -> tuple[str, Any]:
+        try:
+            return pickle.loads(self.pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(_GRACE)
+            return "died", self.processes[rank].exitcode
+
+    def release(self) -> list[str]:
+        """Ranks drop their groups; what went wrong with that."""
+        for pipe in self.pipes:
+            pipe.send_bytes(b"release")
+        deadline = time.monotonic() + 2 * _GRACE
+        problems = []
+        for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    pipe.recv_bytes()
+                    continue
+                problems.append(f"rank {rank}: was still dropping its group")
+            except EOFError:
+                process.join(_GRACE)
+                problems.append(f"rank {rank}: died with {process.exitcode} after the test")
+        return problems
+
+    def kill(self, busy: set[int]) -> None:
+        """Ends all; those that are busy write down where they are first."""
+        for rank in busy:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, _STACK)
+        if busy:
+            wait([process.sentinel for process in self.processes], 0.5)
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+_living: dict[int, _Ranks] = {}
 
 
 def run_ranks(
@@ -72,52 +191,39 @@ def run_ranks(
     Raises RankError with the traceback of every rank that raised, and the stack of every rank that
     was still running when time was up.
     """
-    context = _context()
+    job = pickle.dumps((function, args))
+    ranks = _living.pop(world_size, None) or _Ranks(world_size)
+    outcomes: dict[int, tuple[str, Any]] = {}
+    late: list[str] = []
+    reusable = False
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main,
-                args=(theirs, folder, rank, world_size, timeout, function, args),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            pipes.append(mine)
-            processes.append(process)
-        outcomes: dict[int, tuple[str, Any]] = {}
-        deadline = time.monotonic() + timeout + 2.0
-        while len(outcomes) < world_size and time.monotonic() < deadline:
-            waiting = {pipes[r]: r for r in range(world_size) if r not in outcomes}
-            for pipe in wait(list(waiting), deadline - time.monotonic()):
-                rank = waiting[pipe]
-                try:
-                    outcomes[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    processes[rank].join(_GRACE)
-                    outcomes[rank] = ("failed", f"died with {processes[rank].exitcode}")
-                    if rank in lost and processes[rank].exitcode == -signal.SIGKILL:
-                        outcomes[rank] = ("done", None)
-                if outcomes[rank][0] == "failed":
-                    deadline = min(deadline, time.monotonic() + _GRACE)
-        for pipe, process in zip(pipes, processes, strict=True):
-            pipe.close()
-            process.join(0.0 if len(outcomes) < world_size else _GRACE)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        _raise_if_any_failed(world_size, outcomes, Path(folder))
-        return [outcomes[rank][1] for rank in range(world_size)]
+        try:
+            ranks.start(Path(folder), pickle.dumps((timeout, sys.path, job)))
+            outcomes = ranks.outcomes(timeout + 2.0)
+            if len(outcomes) == world_size and {kind for kind, _ in outcomes.values()} == {"done"}:
+                late = ranks.release()
+                reusable = not late
+        finally:
+            if reusable:
+                _living[world_size] = ranks
+            else:
+                ranks.kill(set(range(world_size)) - outcomes.keys())
+        problems = late + _problems(world_size, outcomes, lost, Path(folder))
+    if problems:
+        raise RankError("\n".join(problems))
+    return [outcomes[rank][1] if rank not in lost else None for rank in range(world_size)]
 
 
-def _raise_if_any_failed(world_size, outcomes, folder):
-    reports = []
+def _problems(
+    world_size: int, outcomes: dict[int, tuple[str, Any]], lost: tuple[int, ...], folder: Path
+) -> list[str]:
+    problems = []
     for rank in range(world_size):
         kind, what = outcomes.get(rank, ("failed", "was still running"))
-        if kind == "failed":
-            errors = folder / f"stderr.{rank}"
-            said = errors.read_text() if errors.exists() else ""
-            reports.append(f"rank {rank} of {world_size}: {what}\n{said}")
-    if reports:
-        raise RankError("\n".join(reports))
+        if kind == "done" or (rank in lost and (kind, what) == ("died", -signal.SIGKILL)):
+            continue
+        errors = folder / f"stderr.{rank}"
+        said = errors.read_text(errors="replace") if errors.exists() else ""
+        what = what if kind == "failed" else f"died with {what}"
+        problems.append(f"rank {rank} of {world_size}: {what}\n{said}")
+    return problems

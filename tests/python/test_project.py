@@ -70,14 +70,3 @@ def test_every_make_target_is_described() -> None:
     ).stdout
     described = {line.split()[0] for line in text.splitlines()}
     assert {"demo", "test", "format", "check-format", "install", "clean", "help"} <= described
-
-
-def test_readme_shows_the_example_whole() -> None:
-    program = (ROOT / "examples" / "train_ddp.cpp").read_text()
-    assert program[program.index("#include <shardstep") :] in (ROOT / "README.md").read_text()
-
-
-def test_readme_shows_both_commands_at_its_top() -> None:
-    top = (ROOT / "README.md").read_text().splitlines()[:30]
-    assert any(line.startswith("make demo") for line in top)
-    assert any(line.startswith("make test") for line in top)
