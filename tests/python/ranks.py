@@ -63,17 +63,19 @@ def _as_if_new() -> Iterator[None]:
 
 def _call(pipe: Connection, folder: Path, rank: int, world_size: int, call: bytes) -> None:
     """One call; its outcome is sent, and the group lives until every rank has one."""
-    timeout, path, job = pickle.loads(call)
+    timeout, keep_group, path, job = pickle.loads(call)
     sys.path[:] = path
     try:
-        store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
+        if dist.is_initialized() and not keep_group:
+            dist.destroy_process_group()
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(folder / "store"), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
         function, args = pickle.loads(job)
         result = pickle.dumps(("done", function(*args)))
     except BaseException:
@@ -81,7 +83,7 @@ def _call(pipe: Connection, folder: Path, rank: int, world_size: int, call: byte
     pipe.send_bytes(result)
     pipe.recv_bytes()
     gc.collect()  # optimizers in cycles hold on to the group
-    if dist.is_initialized():
+    if dist.is_initialized() and not keep_group:
         dist.destroy_process_group()
 
 
@@ -184,10 +186,13 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     lost: tuple[int, ...] = (),
+    keep_group: bool = False,
 ) -> list[Any]:
     """What function(*args) returned on each rank. The default group is set up around it.
 
-    Ranks in `lost` must get themselves killed; they return None.
+    Ranks in `lost` must get themselves killed; they return None. `keep_group`: the group may be the
+    one of the call before, and stays for the next one that says so; that saves most of a short
+    call's time.
     Raises RankError with the traceback of every rank that raised, and the stack of every rank that
     was still running when time was up.
     """
@@ -198,7 +203,7 @@ def run_ranks(
     reusable = False
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ranks.start(Path(folder), pickle.dumps((timeout, sys.path, job)))
+            ranks.start(Path(folder), pickle.dumps((timeout, keep_group, sys.path, job)))
             outcomes = ranks.outcomes(timeout + 2.0)
             if len(outcomes) == world_size and {kind for kind, _ in outcomes.values()} == {"done"}:
                 late = ranks.release()

@@ -1,6 +1,6 @@
-"""The layers of src/: CMakeLists.txt lists them from the lowest to the highest, and a layer includes
-only itself and lower ones. A public header belongs to the layer whose source implements it; one
-that no source implements belongs to the highest layer that it includes."""
+"""The layers of src/: CMakeLists.txt lists them from the lowest to the highest, and a layer may
+include only itself and lower ones. A public header belongs to the layer whose source implements it;
+one that no source implements belongs to the highest layer that it includes."""
 
 import functools
 import re

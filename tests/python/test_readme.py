@@ -1,9 +1,9 @@
 """README's programs do what it says. A comment before a fenced block says what the block is:
 
-    <!-- test: file train.py -->                 is saved under this name
-    <!-- test: same as examples/train_ddp.cpp --> is that file, which the build compiles
-    <!-- test: run -->                           shell commands, run where the files were saved
-    <!-- test: prints -->                        lines that the last run printed, any numbers
+<!-- test: file train.py -->                 is saved under this name
+<!-- test: same as examples/train_ddp.cpp --> is that file, which the build compiles
+<!-- test: run -->                           shell commands, run where the files were saved
+<!-- test: prints -->                        lines that the last run printed, any numbers
 """
 
 import os
@@ -35,7 +35,7 @@ def test_a_block_shows_the_whole_file():
         if (ROOT / name).is_file():
             text = (ROOT / name).read_text()
             assert text.endswith(block), f"{name} is not what README shows"
-            assert text.removesuffix(block).strip().startswith("//"), "more than a comment is left out"
+            assert text.removesuffix(block).strip().startswith("//"), "it shows more"
 
 
 def shell(commands: str, folder: Path) -> str:
