@@ -135,6 +135,7 @@ def _backward(sync):
 _trained = _backward(st.just(True))
 _by = st.sampled_from(["torch", "ours"])
 _operations = st.one_of(
+    st.none(),  # what an operation shrinks to
     # What every script does comes up most.
     _trained,
     _trained,
@@ -184,5 +185,7 @@ def setups(mode: str):
 
 
 def programs(mode: str):
-    operations = st.lists(_operations, min_size=1, max_size=14).map(tuple)
+    operations = st.lists(_operations, min_size=8, max_size=20).map(
+        lambda all_of_them: tuple(one for one in all_of_them if one is not None)
+    )
     return st.builds(Program, setups(mode), operations)

@@ -1,0 +1,26 @@
+#pragma once
+
+// What a short run leaves out. `make test FULL=1` sets SHARDSTEP_FULL=1; SHARDSTEP_SEED, which
+// tools/run_tests.py prints, decides what a short run takes.
+
+#include <cstdint>
+#include <vector>
+
+namespace shardstep::test {
+
+bool full_run();
+uint64_t seed();
+
+// How many rounds of something random to run.
+inline int rounds(int short_run, int full) { return full_run() ? full : short_run; }
+
+// All of it in a full run, else `count` of it in their order, chosen by the seed.
+std::vector<int> sample(int size, int count);
+template <class T>
+std::vector<T> sample(const std::vector<T>& all, int count) {
+  std::vector<T> chosen;
+  for (int index : sample(static_cast<int>(all.size()), count)) chosen.push_back(all[index]);
+  return chosen;
+}
+
+}  // namespace shardstep::test
