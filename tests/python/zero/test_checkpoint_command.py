@@ -1,5 +1,7 @@
-"""python -m shardstep.checkpoint, run as a command."""
+"""python -m shardstep.checkpoint; its main() runs in this process: importing torch takes long."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -11,6 +13,7 @@ import torch
 from helpers import assert_bitwise, assert_same, copies, make_parameters, ours, set_gradients
 from implementation import ZeroRedundancyOptimizer
 from ranks import run_ranks
+from shardstep.checkpoint import main
 
 pytestmark = ours
 
@@ -19,12 +22,13 @@ TIMEOUT = 60
 
 
 def command(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "shardstep.checkpoint", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            code = main(list(map(str, arguments)))
+        except SystemExit as exited:  # argparse
+            code = exited.code
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
 def succeed(*arguments) -> str:
@@ -256,6 +260,12 @@ def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path):
     text.write_text("no zip file")
     assert str(text) in refused("convert", text, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+def test_it_is_a_command(tmp_path):
+    run = [sys.executable, "-m", "shardstep.checkpoint", "verify", str(tmp_path)]
+    result = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT)
+    assert (result.returncode, result.stderr) == (2, refused("verify", tmp_path))
 
 
 def test_help_teaches():
