@@ -1,6 +1,6 @@
 """One training iteration, side by side: Python's DDP, ours in C++, and the overlapped update.
 
-The model is 20 x Linear(2000), Adam, batch 20, one thread a rank, on Gloo. Python and C++ take
+The model is 20 x Linear(2000), Adam, batch 20, one thread per rank, on Gloo. Python and C++ take
 turns in every round; the table shows each contestant's median over the rounds and its ratio to
 C++ DDP followed by step() by parameter, by the clock and by what it costs the processors (all ranks
 together), which a busy machine blurs less.

@@ -148,7 +148,7 @@ class Benchmark {
     const auto name = name_of(what, sharding, way);
     if (!wanted(name)) return;
     auto ddp = make_ddp();
-    // A bucket a parameter, so that every rank has a part of every update.
+    // A bucket per parameter, so that every rank has a part of every update.
     ZeroRedundancyOptimizer zero(
         ddp.parameters(), options_,
         zero_options(sharding, way).overlap_with_ddp(true).bucket_cap_mb(1e-6));

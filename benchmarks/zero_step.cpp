@@ -192,7 +192,7 @@ void run_rank(const Arguments& arguments, int rank, int world_size, const std::s
   group->barrier()->wait();
   if (rank != 0) return;
 
-  std::printf("\n%d ranks, %.1f M parameters (%.0f MB), AdamW, one thread a rank\n", world_size,
+  std::printf("\n%d ranks, %.1f M parameters (%.0f MB), AdamW, one thread per rank\n", world_size,
               elements / 1e6, elements * 4 / 1e6);
   std::printf("%-28s %9s %7s %12s %14s %10s\n", "step()", "median ms", "ratio", "MB sent/rank",
               "state MB/rank", "max/min");

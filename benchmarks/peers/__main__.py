@@ -1,6 +1,6 @@
 """One training iteration, ours beside its peers: DDP, torch's ZeRO, FSDP2, DeepSpeed.
 
-The model is 20 x Linear(2000) (that of torch's ZeRO tutorial), Adam, batch 20, one thread a rank,
+The model is 20 x Linear(2000) (that of torch's ZeRO tutorial), Adam, batch 20, one thread per rank,
 on Gloo; on one host, and with 1 Gbit/s between two network namespaces, where ours is told to use
 sockets only, since it would notice that the memory is one. Every contestant meets torch's ZeRO with
 fused Adam and whom else a goal names: they take turns of a few iterations, so that what else the

@@ -49,7 +49,7 @@ struct DistributedDataParallelOptions {
 };
 
 // Reduces one bucket: returns the future of a tensor like bucket.getBuffer(), already averaged.
-// Called once a bucket in every backward pass, in the same order on every rank.
+// Called once per bucket in every backward pass, in the same order on every rank.
 using CommHook = std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket& bucket)>;
 
 // The average over the group, in the gradients' own type.

@@ -5,7 +5,7 @@
 // and these travel while the backward pass goes on. Before the next forward they have arrived.
 // Register the result with ddp.register_comm_hook on every rank. From the first iteration on every
 // update is made: who owns what does not depend on DDP's buckets, so their rebuilding does not
-// matter. A user's own optimizer is called once a bucket by the interleaved hook.
+// matter. A user's own optimizer is called once per bucket by the interleaved hook.
 
 #include "shardstep/distributed_data_parallel.h"
 #include "shardstep/export.h"

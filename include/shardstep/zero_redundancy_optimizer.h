@@ -64,7 +64,7 @@ struct ZeroOptions {
   TORCH_ARG(ProcessGroupPtr, process_group);
   TORCH_ARG(Sharding, sharding) = Sharding::kParameter;
   TORCH_ARG(ExchangeKind, exchange) = ExchangeKind::kAuto;
-  // Parameters become views of one flat tensor a dtype and device, which travels in one piece.
+  // Parameters become views of one flat tensor per dtype and device, which travels in one piece.
   TORCH_ARG(bool, parameters_as_bucket_view) = false;
   // The update runs inside DistributedDataParallel's backward pass, by a hook of zero_hooks.h;
   // step() only warns.

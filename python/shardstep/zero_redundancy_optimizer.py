@@ -80,7 +80,7 @@ class ZeroRedundancyOptimizer(
             Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD, or
             one that you say is `elementwise`.
         process_group: the default group if None.
-        parameters_as_bucket_view: parameters become views of one flat tensor a dtype and device.
+        parameters_as_bucket_view: parameters become views of one flat tensor per dtype and device.
         overlap_with_ddp: the update runs inside DDP's backward pass, by a hook of
             shardstep.ddp_zero_hook; step() only warns.
         stage: 1: gradients arrive whole, as DDP leaves them. 2: the optimizer averages them over

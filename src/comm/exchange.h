@@ -5,7 +5,7 @@
 // Every call is collective and returns at once; `Pending::wait` finishes it. Ranks make the same
 // calls for each tag in the same order; calls with different tags may come in any order if the
 // exchange says so.
-// Thread safety: one thread at a time an exchange.
+// Thread safety: one thread at a time per exchange.
 
 #include <chrono>
 #include <memory>

@@ -7,7 +7,7 @@
 namespace shardstep::detail {
 namespace {
 
-// Parts that lie side by side in one storage, one of equal size a rank: the tensor they make up.
+// Parts that lie side by side in one storage, one of equal size per rank: the tensor they make up.
 std::optional<at::Tensor> joined(const Parts& parts) {
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     if (parts[rank].size() != 1) return std::nullopt;

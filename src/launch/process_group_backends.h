@@ -1,6 +1,6 @@
 #pragma once
 
-// One function a backend, each in a source file of its own.
+// One function per backend, each in a source file of its own.
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>

@@ -282,7 +282,7 @@ LocalOptimizer local_optimizer(const torch_optim::RMSpropOptions& defaults) {
 LocalOptimizer local_optimizer(const torch_optim::LBFGSOptions&) {
   TORCH_CHECK_VALUE(false,
                     "shardstep: LBFGS cannot be sharded: its step depends on the gradients of all "
-                    "parameters at once, and it evaluates the closure several times a step");
+                    "parameters at once, and it evaluates the closure several times per step");
 }
 
 namespace detail {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Parameters laid out in one range a rank. With flat storage the parameters become views of one
+// Parameters laid out in one range per rank. With flat storage the parameters become views of one
 // tensor; without, they stay where they are and the bucket is only a way of looking at them. Either
 // way a bucket hands out 1-D tensors that alias the parameters' memory, in memory order.
 // Thread safety: none. Nothing here communicates.
@@ -44,7 +44,7 @@ class SHARDSTEP_API Bucket {
   at::Tensor view(size_t slot, Range elements) const;
 
   // What travels: the shards, without the parameters whose `active` entry (by slot) is false. With
-  // flat storage and everything active this is one part a rank, padding included.
+  // flat storage and everything active this is one part per rank, padding included.
   Parts parts(const std::vector<bool>& active) const;
 
   const BucketLayout& layout() const { return layout_; }

@@ -27,13 +27,13 @@ struct Slot {
   Range range;        // elements of the bucket
 };
 
-// A flat storage with one range a rank. Ranges are adjacent and start at 0. By parameter, slots are
-// adjacent too. By element, ranges are equal, and slots and ranges start at multiples of a cache
-// line, so that an element-wise kernel rounds a part of a parameter as it rounds the whole.
+// A flat storage with one range per rank. Ranges are adjacent and start at 0. By parameter, slots
+// are adjacent too. By element, ranges are equal, and slots and ranges start at multiples of a
+// cache line, so that an element-wise kernel rounds a part of a parameter as it rounds the whole.
 struct BucketLayout {
   int64_t kind = 0;
   std::vector<Slot> slots;    // in order of their ranges
-  std::vector<Range> shards;  // one a rank
+  std::vector<Range> shards;  // one per rank
 
   int64_t numel() const { return shards.back().end; }
 };
@@ -84,7 +84,7 @@ class SHARDSTEP_API Partition {
   int world_size_;
   int64_t bucket_cap_bytes_;
   size_t group_count_ = 0;
-  std::vector<int64_t> assigned_;  // elements a rank, by parameter
+  std::vector<int64_t> assigned_;  // elements per rank, by parameter
   std::vector<BucketLayout> buckets_;
   std::vector<std::vector<std::vector<Slice>>> owned_;  // [rank][group]
   std::vector<std::vector<Slice>> slices_;              // [param]

@@ -28,7 +28,7 @@ struct EngineOptions {
   Sharding sharding = Sharding::kParameter;
   BucketStorage storage = BucketStorage::kInPlace;
   ExchangeKind exchange = ExchangeKind::kAuto;
-  // 0: one bucket a dtype and device. Unset: that in stage 1, small ones in stage 2.
+  // 0: one bucket per dtype and device. Unset: that in stage 1, small ones in stage 2.
   std::optional<double> bucket_cap_mb;
   // The update runs inside the backward pass, some parameters at a time.
   bool overlap = false;

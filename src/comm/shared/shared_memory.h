@@ -2,7 +2,7 @@
 
 // Memory that the ranks of a group on one host share, and waiting in it. The memory has no name: it
 // lives as long as a process maps it, also if one is killed. Ranks may be threads of one process.
-// Thread safety: one thread at a time a rank.
+// Thread safety: one thread at a time per rank.
 
 #include <ATen/ATen.h>
 
@@ -68,7 +68,7 @@ class SharedMemory {
   std::vector<int64_t> pids_;
   std::vector<int> process_handles_;  // -1 where the kernel has none
   std::shared_ptr<std::byte> control_;
-  std::vector<SharedCount*> bells_;  // one a rank, rung whenever it raises a count
+  std::vector<SharedCount*> bells_;  // one per rank, rung whenever it raises a count
   Board* board_ = nullptr;           // where memory can be opened
   std::map<int64_t, int> offered_;   // descriptors of memory that not all ranks have opened, by key
 };

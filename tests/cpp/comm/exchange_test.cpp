@@ -8,7 +8,7 @@
 namespace shardstep {
 namespace {
 
-// One tensor a rank and size; values tell who made them. `equal` makes them lie side by side.
+// One tensor per rank and size; values tell who made them. `equal` makes them lie side by side.
 Parts make_parts(int world_size, int64_t size, bool equal, int seed) {
   const auto random = test::generator(seed);
   Parts parts(world_size);

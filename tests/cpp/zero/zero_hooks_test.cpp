@@ -107,7 +107,7 @@ std::vector<torch::optim::OptimizerParamGroup> two_groups(const std::vector<at::
 
 // At two ranks every sum has two terms and halving is exact, so the bits agree. At more, DDP
 // without a hook divides before it adds up, and our hooks may add in another order: a relative
-// difference of some 1e-6 a step, which Adam's division can enlarge.
+// difference of some 1e-6 per step, which Adam's division can enlarge.
 void expect_like_plain(const Net& got, const Net& expected, int world_size) {
   const auto a = got->parameters(), b = expected->parameters();
   for (size_t i = 0; i < a.size(); ++i) {

@@ -269,7 +269,7 @@ def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def ddp_net(seed: int = 3, unused: bool = False, **options: Any) -> DistributedDataParallel:
-    """The net with a few parameters a bucket; before DDP rebuilds them there is one for all."""
+    """The net with a few parameters per bucket; before DDP rebuilds them there is one for all."""
     options = {"bucket_cap_mb": 3e-4} | options
     return DistributedDataParallel(make_net(seed, unused=unused), **options)
 
