@@ -23,11 +23,11 @@ def check_lion(sharding):
     expected = parameters_of(model)
 
     model = make_model()
-    optimizer = make_optimizer(sharding, model.parameters(), Lion, **OPTIONS)
+    optimizer = make_optimizer(sharding, model.parameters(), Lion, elementwise=True, **OPTIONS)
     train(model, optimizer, range(4))
     box = [optimizer.consolidate_state_dict()]
     dist.broadcast_object_list(box)
-    optimizer = make_optimizer(sharding, model.parameters(), Lion, **OPTIONS)
+    optimizer = make_optimizer(sharding, model.parameters(), Lion, elementwise=True, **OPTIONS)
     optimizer.load_state_dict(box[0])
     train(model, optimizer, range(4, 8))
     assert isinstance(optimizer.optim, Lion)
@@ -46,7 +46,7 @@ def test_lion(sharding):
 def check_param_groups(sharding):
     model = make_model()
     plain = Lion(model.parameters(), **OPTIONS)
-    optimizer = make_optimizer(sharding, model.parameters(), Lion, **OPTIONS)
+    optimizer = make_optimizer(sharding, model.parameters(), Lion, elementwise=True, **OPTIONS)
     dicts = optimizer.consolidate_state_dict(to=0), plain.state_dict()
     if dist.get_rank() == 0:
         assert dicts[0]["param_groups"] == dicts[1]["param_groups"]
