@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 _GRACE = 5.0  # how long other ranks have to fail too, before they are killed
+_LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_NOFILE)
 _STACK = signal.SIGUSR1  # asks a rank for the stacks of its threads
 
 
@@ -49,6 +51,7 @@ def _context():
 def _as_if_new() -> Iterator[None]:
     """A call finds the process as the first one did."""
     environment, folder = dict(os.environ), os.getcwd()
+    limits = {which: resource.getrlimit(which) for which in _LIMITS}
     torch.manual_seed(0)
     try:
         yield
@@ -56,6 +59,8 @@ def _as_if_new() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
+        for which, limit in limits.items():
+            resource.setrlimit(which, limit)
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)
@@ -127,8 +132,11 @@ class _Ranks:
             pipe.send_bytes(os.fsencode(folder))
             pipe.send_bytes(call)
 
-    def outcomes(self, seconds: float) -> dict[int, tuple[str, Any]]:
-        """What each rank sent within this time; after a failure the others have little more."""
+    def outcomes(self, seconds: float, lost: tuple[int, ...]) -> dict[int, tuple[str, Any]]:
+        """What each rank sent within this time; after a failure the others have little more.
+
+        Of a rank in `lost` that it was killed.
+        """
         outcomes: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + seconds
         while len(outcomes) < len(self.pipes) and time.monotonic() < deadline:
@@ -136,7 +144,9 @@ class _Ranks:
             for pipe in wait(list(waiting), deadline - time.monotonic()):
                 rank = waiting[pipe]
                 outcomes[rank] = self._outcome(rank)
-                if outcomes[rank][0] != "done":
+                if rank in lost and outcomes[rank] == ("died", -signal.SIGKILL):
+                    outcomes[rank] = ("lost", None)
+                elif outcomes[rank][0] != "done":
                     deadline = min(deadline, time.monotonic() + _GRACE)
         return outcomes
 
@@ -204,7 +214,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         try:
             ranks.start(Path(folder), pickle.dumps((timeout, keep_group, sys.path, job)))
-            outcomes = ranks.outcomes(timeout + 2.0)
+            outcomes = ranks.outcomes(timeout + 2.0, lost)
             if len(outcomes) == world_size and {kind for kind, _ in outcomes.values()} == {"done"}:
                 late = ranks.release()
                 reusable = not late
@@ -213,19 +223,17 @@ def run_ranks(
                 _living[world_size] = ranks
             else:
                 ranks.kill(set(range(world_size)) - outcomes.keys())
-        problems = late + _problems(world_size, outcomes, lost, Path(folder))
+        problems = late + _problems(world_size, outcomes, Path(folder))
     if problems:
         raise RankError("\n".join(problems))
-    return [outcomes[rank][1] if rank not in lost else None for rank in range(world_size)]
+    return [outcomes[rank][1] for rank in range(world_size)]
 
 
-def _problems(
-    world_size: int, outcomes: dict[int, tuple[str, Any]], lost: tuple[int, ...], folder: Path
-) -> list[str]:
+def _problems(world_size: int, outcomes: dict[int, tuple[str, Any]], folder: Path) -> list[str]:
     problems = []
     for rank in range(world_size):
         kind, what = outcomes.get(rank, ("failed", "was still running"))
-        if kind == "done" or (rank in lost and (kind, what) == ("died", -signal.SIGKILL)):
+        if kind in ("done", "lost"):
             continue
         errors = folder / f"stderr.{rank}"
         said = errors.read_text(errors="replace") if errors.exists() else ""

@@ -10,6 +10,7 @@
 
 #include "shard/shard_engine.h"
 #include "shardstep/shardstep.h"
+#include "support/full_run.h"
 #include "support/zero_support.h"
 
 namespace shardstep {
@@ -350,7 +351,8 @@ TEST_P(Stage2ExchangeTest, ARankWithoutABackwardPassCountsAsZero) {
 
 // Ranks drift apart at random; whoever is ahead must not overwrite what another still reads.
 TEST_P(Stage2ExchangeTest, RandomDelaysChangeNothing) {
-  constexpr int kWorldSize = 3, kSteps = 500;
+  constexpr int kWorldSize = 3;
+  const int steps = test::rounds(50, 500);
   test::run_ranks(kWorldSize, [&](const ProcessGroupPtr& group) {
     const int rank = group->getRank();
     std::mt19937 random(rank);
@@ -363,7 +365,7 @@ TEST_P(Stage2ExchangeTest, RandomDelaysChangeNothing) {
         params, torch::optim::AdamOptions(1e-3),
         options_of({.exchange = GetParam(), .bucket_cap_mb = 3e-4}, group));
     optim::Adam plain(plain_params, torch::optim::AdamOptions(1e-3));
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < steps; ++step) {
       Tensors sums(params.size());
       for (int pass = 0; pass <= step % 2; ++pass) {
         const auto loss = loss_of(params, rank, 2 * step + pass);
@@ -463,7 +465,7 @@ RandomCase random_case(int seed) {
 }
 
 TEST(Stage2, RandomModelsEqualTheReference) {
-  for (int seed = 0; seed < 60; ++seed) {
+  for (int seed : test::sample(60, 12)) {
     const auto c = random_case(seed);
     SCOPED_TRACE(c10::str("seed ", seed, ", ", c.world_size, " ranks, ", name_of(c.way)));
     test::run_ranks(c.world_size, [&](const ProcessGroupPtr& group) {

@@ -201,7 +201,7 @@ TEST(ZeroHooks, EveryOptimizer) {
 }
 
 TEST(ZeroHooks, UnusedParametersAreLeftAlone) {
-  for (int bits = 0; bits < 8; ++bits) {
+  for (int bits : test::sample(8, 3)) {
     run_ranks(2, [&](const ProcessGroupPtr& group) {
       Setting setting{.view = (bits & 1) != 0,
                       .find_unused = true,
@@ -380,7 +380,7 @@ TEST(ZeroHooks, MisuseIsSaid) {
 // Ranks reach their buckets at different times, in every round other ones: nothing may hang, and
 // the result is the same.
 void soak(const ProcessGroupPtr& group, const Setting& setting) {
-  constexpr int kRounds = 200;
+  const int count = test::rounds(40, 200);
   const auto local = local_optimizer(AdamWOptions(0.001));
   Net net(1), plain_net(1);
   DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
@@ -397,7 +397,7 @@ void soak(const ProcessGroupPtr& group, const Setting& setting) {
   };
   ddp.register_comm_hook(setting.hook(delayed, ddp, zero, false));
   plain_ddp.register_comm_hook(reduction(setting, plain_ddp, plain));
-  for (int round = 0; round < kRounds; ++round) {
+  for (int round = 0; round < count; ++round) {
     zero.zero_grad();
     plain.zero_grad();
     const auto batch = input(group->getRank(), round);
