@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "comm/who.h"
+#include "launch/who.h"
 
 namespace shardstep::detail {
 namespace {
@@ -94,6 +94,15 @@ std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tenso
   group->allgather(output, input)->wait();
   for (auto& tensor : output[0]) tensor = tensor.cpu();
   return output[0];
+}
+
+std::vector<double> all_gather_number(const ProcessGroupPtr& group, double own) {
+  if (group->getSize() == 1) return {own};
+  std::vector<double> numbers;
+  for (const auto& number : all_gather(group, at::full({1}, own, at::kDouble))) {
+    numbers.push_back(number.item<double>());
+  }
+  return numbers;
 }
 
 int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& lines,

@@ -135,6 +135,16 @@ void Partition::add_bucket(const std::vector<Member>& members) {
   buckets_.push_back(std::move(layout));
 }
 
+std::vector<const Slice*> Partition::owned(int rank) const {
+  std::vector<const Slice*> slices;
+  for (const auto& group : owned_[rank]) {
+    for (const auto& slice : group) slices.push_back(&slice);
+  }
+  std::stable_sort(slices.begin(), slices.end(),
+                   [](const Slice* a, const Slice* b) { return a->bucket < b->bucket; });
+  return slices;
+}
+
 int64_t Partition::owned_elements(int rank) const {
   int64_t total = 0;
   for (const auto& group : owned_[rank]) {

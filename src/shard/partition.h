@@ -65,6 +65,8 @@ class SHARDSTEP_API Partition {
 
   // What `rank` owns of a group, in order of assignment.
   const std::vector<Slice>& owned(int rank, size_t group) const { return owned_[rank][group]; }
+  // What `rank` owns of all groups, bucket by bucket.
+  std::vector<const Slice*> owned(int rank) const;
   // The owners of a parameter, in order of rank. Never empty: a zero-size parameter has one owner.
   const std::vector<Slice>& slices(int64_t param) const { return slices_[param]; }
   // How many elements `rank` owns.

@@ -1,10 +1,9 @@
 #include "shard/shard_engine.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "comm/agreement.h"
-#include "comm/who.h"
+#include "launch/who.h"
 
 namespace shardstep {
 namespace {
@@ -13,7 +12,6 @@ namespace {
 constexpr int kPartialTag = 0x8000;
 constexpr int kReduceTag = 0xc000;
 constexpr int kMeetTag = 0xfffb;
-constexpr int kLendTag = 0xfffc;
 
 std::string describe(const at::Tensor& param) {
   return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
@@ -66,44 +64,14 @@ void check_one_dtype(const std::vector<at::Tensor>& params) {
   }
 }
 
-int64_t cap_bytes(const EngineOptions& options) {
-  // Gradients of a bucket live until all of them are there.
-  constexpr double kStage2 = 25;
-  const double mb = options.bucket_cap_mb.value_or(options.stage == 2 ? kStage2 : 0);
-  TORCH_CHECK_VALUE(mb >= 0 && std::isfinite(mb),
-                    "shardstep: expected bucket_cap_mb of 0 or more, got ", mb);
-  return static_cast<int64_t>(std::ceil(mb * 1024 * 1024));
-}
-
 }  // namespace
 
 ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
     : group_(std::move(group)),
       options_(options),
-      partition_(options.sharding, group_->getSize(), cap_bytes(options)) {
-  check_options();
-  if (options_.share_parameters) options_.storage = BucketStorage::kFlat;
-}
-
-void ShardEngine::check_options() const {
-  const auto where = detail::who(group_);
-  TORCH_CHECK_VALUE(options_.stage == 1 || options_.stage == 2,
-                    "shardstep: expected stage 1 or 2, got ", options_.stage, where);
-  TORCH_CHECK_VALUE(options_.stage == 1 || !options_.overlap,
-                    "shardstep: expected stage 1 with overlap_with_ddp, got stage 2, which reduces "
-                    "the gradients itself and needs no DDP",
-                    where);
-  const auto only_stage_2 = [&](bool given, const char* name) {
-    TORCH_CHECK_VALUE(!given || options_.stage == 2, "shardstep: expected stage 2 with ", name,
-                      ", got stage 1", where);
-  };
-  only_stage_2(options_.share_parameters, "share_parameters");
-  only_stage_2(options_.overlap_forward, "overlap_forward");
-  only_stage_2(options_.gradient_dtype.has_value(), "gradient_dtype");
-  TORCH_CHECK_VALUE(!options_.gradient_dtype || *options_.gradient_dtype == at::kBFloat16 ||
-                        *options_.gradient_dtype == at::kHalf,
-                    "shardstep: expected gradient_dtype to be bfloat16 or float16, got ",
-                    *options_.gradient_dtype, where);
+      partition_(options.sharding, group_->getSize(), detail::bucket_cap_bytes(options)) {
+  detail::check_options(options_, group_);
+  if (share_parameters()) options_.storage = BucketStorage::kFlat;
 }
 
 int64_t ShardEngine::kind_of(const at::Tensor& param) {
@@ -124,14 +92,7 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
   std::vector<std::string> lines;
   if (!failure) {
     try {
-      lines.push_back(c10::str(
-          "sharding by ", options_.sharding == Sharding::kElement ? "element" : "parameter",
-          ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
-          static_cast<int>(options_.exchange), ", bucket cap ", cap_bytes(options_),
-          " bytes, overlap ", options_.overlap, ", stage ", options_.stage, ", shared parameters ",
-          options_.share_parameters, ", overlap_forward ", options_.overlap_forward,
-          ", gradient_dtype ",
-          options_.gradient_dtype ? c10::toString(*options_.gradient_dtype) : "none"));
+      lines.push_back(detail::describe(options_));
       for (size_t g = 0; g < groups.size(); ++g) {
         const size_t index = group_count() + g;
         lines.push_back(c10::str("group ", index, ": ", groups[g].description));
@@ -154,7 +115,7 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
   if (!exchange_ && world_size() > 1) {
     exchange_ = make_exchange(
         group_, {.kind = options_.exchange, .device = all.front().device(), .channel = channel});
-    if (options_.share_parameters && std::string(exchange_->name()) != "shared_memory") {
+    if (share_parameters() && std::string(exchange_->name()) != "shared_memory") {
       const std::string name = exchange_->name();
       exchange_.reset();
       TORCH_CHECK_VALUE(false,
@@ -176,11 +137,11 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
   params_ = std::move(all);
   partition_.add_groups(specs);
   const size_t first = buckets_.size();
-  if (options_.stage == 2 && exchange_) broadcast_params(known);
+  if (options_.stage2 && exchange_) broadcast_params(known);
   build_new_buckets();
-  if (options_.stage == 2 && exchange_) reduce_new_buckets(first);
+  if (options_.stage2 && exchange_) reduce_new_buckets(first);
   // Memory that is shared can be opened as long as who made it is there.
-  if (options_.stage == 2) meet();
+  if (options_.stage2) meet();
   for (size_t group = local_.size(); group < group_count(); ++group) add_local_params(group);
 }
 
@@ -195,7 +156,7 @@ void ShardEngine::build_new_buckets() {
     }
     // Every rank writes the same values into shared memory.
     at::Tensor shared;
-    if (options_.share_parameters && exchange_) {
+    if (share_parameters() && exchange_) {
       shared =
           exchange_->make_shared(layout.numel(), params.front().options().requires_grad(false));
     }
@@ -235,14 +196,14 @@ void ShardEngine::reduce_new_buckets(size_t first) {
       params.push_back({index, params_[index], partition_.slices(index)});
     }
     const auto tensor = buckets_[b].params().front().options().requires_grad(false);
-    const bool narrows = options_.gradient_dtype && tensor.dtype().itemsize() > 2 &&
+    const auto& gradient_dtype = options_.stage2->gradient_dtype;
+    const bool narrows = gradient_dtype && tensor.dtype().itemsize() > 2 &&
                          buckets_[b].params().front().is_floating_point();
-    reducer_->add_bucket(std::move(params),
-                         {.numel = {},
-                          .tensor = tensor,
-                          .wire = narrows ? options_.gradient_dtype : std::nullopt,
-                          .tag = static_cast<int>(b),
-                          .divisor = static_cast<double>(world_size())});
+    reducer_->add_bucket(std::move(params), {.numel = {},
+                                             .tensor = tensor,
+                                             .wire = narrows ? gradient_dtype : std::nullopt,
+                                             .tag = static_cast<int>(b),
+                                             .divisor = static_cast<double>(world_size())});
   }
 }
 
@@ -273,9 +234,8 @@ void ShardEngine::follow_params() {
     trainable_[i] = params_[i].requires_grad();
   }
   if (flipped) {
-    TORCH_WARN(
-        "shardstep: requires_grad of a parameter changed; the buckets are built again (rank ",
-        rank(), " of ", world_size(), ")");
+    TORCH_WARN("shardstep: requires_grad of a parameter changed; the buckets are built again",
+               detail::who(group_));
   }
   std::vector<bool> moved;
   for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -309,8 +269,7 @@ void ShardEngine::set_gradient(LocalParam& local, const at::Tensor& gradient) {
   }
   TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
                     "shardstep: expected a dense gradient for parameter ", local.index, ", got ",
-                    gradient.layout(), "; sharding by parameter takes it (rank ", rank(), " of ",
-                    world_size(), ")");
+                    gradient.layout(), "; sharding by parameter takes it", detail::who(group_));
   local.tensor.mutable_grad() = flat_view(in_order_of(params_[local.index], gradient))
                                     .narrow(0, local.elements.begin, local.elements.size());
 }
@@ -353,109 +312,25 @@ void ShardEngine::drop_sums() {
   if (reducer_) reducer_->reset();
 }
 
-std::vector<at::Tensor> ShardEngine::local_gradients() const {
-  std::vector<at::Tensor> gradients;
-  for (const auto& group : local_) {
-    for (const auto& local : group) {
-      if (local.tensor.grad().defined()) gradients.push_back(local.tensor.grad());
-    }
-  }
-  return gradients;
+void ShardEngine::check_stage_2(const char* what) const {
+  TORCH_CHECK_VALUE(options_.stage2, "shardstep: expected stage 2 for ", what,
+                    "; in stage 1 gradients are whole, use torch's own", detail::who(group_));
 }
 
-// Over the ranks, by rank.
-std::vector<double> ShardEngine::of_all_ranks(double value) const {
-  if (!exchange_) return {value};
-  std::vector<double> values;
-  for (const auto& one : detail::all_gather(group_, at::full({1}, value, at::kDouble))) {
-    values.push_back(one.item<double>());
-  }
-  return values;
-}
-
-void ShardEngine::lend_gradients(bool has_gradients) {
-  if (!exchange_ || options_.stage != 1) return;
-  const auto has = of_all_ranks(has_gradients ? 1 : 0);
-  const auto lender = std::find(has.begin(), has.end(), 1) - has.begin();
-  if (lender == world_size()) return;
-  for (int borrower = 0; borrower < world_size(); ++borrower) {
-    if (has[borrower] == 0) lend_gradients(static_cast<int>(lender), borrower);
-  }
-}
-
-void ShardEngine::lend_gradients(int from, int to) {
-  if (rank() != from && rank() != to) return;
-  at::NoGradGuard no_grad;
-  const auto slices = owned_slices(to);
-  const auto device = detail::control_device(group_);
-  auto given = at::zeros({static_cast<int64_t>(slices.size())}, at::kByte);
-  for (size_t i = 0; i < slices.size(); ++i) {
-    given[static_cast<int64_t>(i)] = params_[slices[i]->param].grad().defined();
-  }
-  given = given.to(device);
-  exchange_->transfer({given}, from, to, kLendTag)->wait();
-  given = given.cpu();
-  std::vector<at::Tensor> parts;
-  for (size_t i = 0; i < slices.size(); ++i) {
-    const auto& param = params_[slices[i]->param];
-    auto& gradient = param.mutable_grad();
-    if (given[static_cast<int64_t>(i)].item<uint8_t>() == 0) {
-      gradient.reset();
-      continue;
-    }
-    TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided,
-                      "shardstep: expected dense gradients with Join, got ", gradient.layout(),
-                      detail::who(group_));
-    if (rank() == to && !gradient.defined()) gradient = at::zeros_like(param);
-    gradient = in_order_of(param, gradient);
-    parts.push_back(
-        flat_view(gradient).narrow(0, slices[i]->elements.begin, slices[i]->elements.size()));
-  }
-  exchange_->transfer(parts, from, to, kLendTag)->wait();
-}
-
-double ShardEngine::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  check_stage_2("clip_grad_norm_");
-  at::NoGradGuard no_grad;
-  const bool largest = std::isinf(norm_type);
-  const auto merge = [&](double a, double b) {
-    return !largest ? a + b : std::isnan(a) || a > b ? a : b;
-  };
+OwnedGradients ShardEngine::owned_gradients(bool want_squares) {
+  check_stage_2("owned_gradients");
+  OwnedGradients owned;
   const bool anew = take_gradients();
-  const auto gradients = local_gradients();
-  std::optional<double> known;
-  if (reducer_ && norm_type == 2) {
-    if (anew) known = reducer_->squares();
+  if (reducer_ && want_squares) {
+    if (anew) owned.squares = reducer_->squares();
     reducer_->want_squares();  // who asks once asks again
   }
-  double own = known.value_or(0);
-  for (const auto& gradient : gradients) {
-    if (known || gradient.numel() == 0) continue;
-    const auto norm = at::norm(gradient, norm_type).item<double>();
-    own = merge(own, largest ? norm : std::pow(norm, norm_type));
+  for (const auto& group : local_) {
+    for (const auto& local : group) {
+      if (local.tensor.grad().defined()) owned.tensors.push_back(local.tensor.grad());
+    }
   }
-  double total = 0;
-  for (double value : of_all_ranks(own)) total = merge(total, value);
-  if (!largest) total = std::pow(total, 1 / norm_type);
-  TORCH_CHECK(!error_if_nonfinite || std::isfinite(total),
-              "shardstep: expected gradients with a finite norm, got ", total, detail::who(group_));
-  const double factor = max_norm / (total + 1e-6);
-  if (!(factor >= 1)) {
-    for (at::Tensor gradient : gradients) gradient.mul_(factor);
-  }
-  return total;
-}
-
-void ShardEngine::clip_grad_value(double clip_value) {
-  check_stage_2("clip_grad_value_");
-  at::NoGradGuard no_grad;
-  take_gradients();
-  for (at::Tensor gradient : local_gradients()) gradient.clamp_(-clip_value, clip_value);
-}
-
-void ShardEngine::check_stage_2(const char* what) const {
-  TORCH_CHECK_VALUE(options_.stage == 2, "shardstep: expected stage 2 for ", what,
-                    "; in stage 1 gradients are whole, use torch's own", detail::who(group_));
+  return owned;
 }
 
 // As the reduction does where there are other ranks.
@@ -497,19 +372,19 @@ void ShardEngine::before_step() {
   wait();
   take_gradients();
   // Nobody may still look at parameters that change here.
-  if (options_.share_parameters) meet();
+  if (share_parameters()) meet();
 }
 
 void ShardEngine::after_step() {
   drop_sums();
   if (!exchange_) {
-    if (options_.stage == 2) drop_param_gradients();
+    if (options_.stage2) drop_param_gradients();
     return;
   }
   at::NoGradGuard no_grad;
-  if (options_.share_parameters) {
+  if (share_parameters()) {
     meet();
-  } else if (options_.overlap_forward) {
+  } else if (options_.stage2 && options_.stage2->overlap_forward) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
       arriving_[b] = exchange_->all_gather(parts_[b], static_cast<int>(b));
     }
