@@ -179,4 +179,8 @@ void throw_failure(const ProcessGroupPtr& group, const Failure& failure,
   TORCH_CHECK(false, message);
 }
 
+void tell_every_rank(const ProcessGroupPtr& group, const std::exception_ptr& error) {
+  if (const auto failure = first_failure(group, error)) throw_failure(group, *failure, error);
+}
+
 }  // namespace shardstep::detail

@@ -45,4 +45,7 @@ std::optional<Failure> first_failure(const ProcessGroupPtr& group, const std::ex
 [[noreturn]] void throw_failure(const ProcessGroupPtr& group, const Failure& failure,
                                 const std::exception_ptr& error);
 
+// Throws on every rank if any of them hands in an error. Collective.
+void tell_every_rank(const ProcessGroupPtr& group, const std::exception_ptr& error);
+
 }  // namespace shardstep::detail

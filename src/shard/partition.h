@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "shardstep/export.h"
@@ -19,6 +20,8 @@ struct ParamSpec {
   int64_t numel = 0;
   int64_t element_size = 1;
   int64_t kind = 0;
+  // By parameter: every rank gets as even a share as can be of the elements of each pool.
+  int64_t pool = 0;
 };
 
 // A parameter's place in a bucket.
@@ -86,7 +89,7 @@ class SHARDSTEP_API Partition {
   int world_size_;
   int64_t bucket_cap_bytes_;
   size_t group_count_ = 0;
-  std::vector<int64_t> assigned_;  // elements a rank, by parameter
+  std::map<int64_t, std::vector<int64_t>> assigned_;  // [pool][rank]: elements, by parameter
   std::vector<BucketLayout> buckets_;
   std::vector<std::vector<std::vector<Slice>>> owned_;  // [rank][group]
   std::vector<std::vector<Slice>> slices_;              // [param]

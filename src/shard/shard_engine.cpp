@@ -13,12 +13,6 @@ constexpr int kPartialTag = 0x8000;
 constexpr int kReduceTag = 0xc000;
 constexpr int kMeetTag = 0xfffb;
 
-std::string describe(const at::Tensor& param) {
-  return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
-                  param.strides(), " on ", param.device().type(),
-                  param.requires_grad() ? "" : ", frozen");
-}
-
 void check_param(const at::Tensor& param, size_t index) {
   TORCH_CHECK_VALUE(param.defined(), "shardstep: expected parameter ", index,
                     " to be a tensor, got an undefined one");
@@ -64,12 +58,21 @@ void check_one_dtype(const std::vector<at::Tensor>& params) {
   }
 }
 
+// By parameter, in place, the plain optimizer would follow whatever becomes of a parameter.
+detail::FixedLayout fixed_layout(const EngineOptions& options) {
+  const bool by_element = options.sharding == Sharding::kElement;
+  return {
+      .dtype_and_shape = by_element || options.stage2 || options.storage == BucketStorage::kFlat,
+      .memory_order = by_element};
+}
+
 }  // namespace
 
 ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
     : group_(std::move(group)),
       options_(options),
-      partition_(options.sharding, group_->getSize(), detail::bucket_cap_bytes(options)) {
+      partition_(options.sharding, group_->getSize(), detail::bucket_cap_bytes(options)),
+      agreement_(group_, fixed_layout(options)) {
   detail::check_options(options_, group_);
   if (share_parameters()) options_.storage = BucketStorage::kFlat;
 }
@@ -85,64 +88,111 @@ int64_t ShardEngine::kind_of(const at::Tensor& param) {
   return found - kinds_.begin();
 }
 
+// What the ranks must agree on about groups, in words.
+std::vector<std::string> ShardEngine::describe_groups(
+    const std::vector<EngineGroup>& groups) const {
+  std::vector<at::Tensor> all = params_;
+  std::vector<std::string> lines{detail::describe(options_)};
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const size_t index = group_count() + g;
+    lines.push_back(c10::str("group ", index, ": ", groups[g].description));
+    for (size_t i = 0; i < groups[g].params.size(); ++i) {
+      const auto& param = groups[g].params[i];
+      check_param(param, all.size());
+      lines.push_back(
+          c10::str("parameter ", i, " of group ", index, ": ", detail::describe(param)));
+      all.push_back(param);
+    }
+  }
+  TORCH_CHECK_VALUE(!all.empty(), "shardstep: expected parameters to optimize, got none");
+  if (options_.sharding == Sharding::kParameter) check_one_dtype(all);
+  check_no_overlap(all);
+  return lines;
+}
+
 void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
                              const std::exception_ptr& error) {
   auto failure = error;
-  std::vector<at::Tensor> all = params_;
   std::vector<std::string> lines;
-  if (!failure) {
-    try {
-      lines.push_back(detail::describe(options_));
-      for (size_t g = 0; g < groups.size(); ++g) {
-        const size_t index = group_count() + g;
-        lines.push_back(c10::str("group ", index, ": ", groups[g].description));
-        for (size_t i = 0; i < groups[g].params.size(); ++i) {
-          const auto& param = groups[g].params[i];
-          check_param(param, all.size());
-          lines.push_back(c10::str("parameter ", i, " of group ", index, ": ", describe(param)));
-          all.push_back(param);
-        }
-      }
-      TORCH_CHECK_VALUE(!all.empty(), "shardstep: expected parameters to optimize, got none");
-      if (options_.sharding == Sharding::kParameter) check_one_dtype(all);
-      check_no_overlap(all);
-    } catch (...) {
-      failure = std::current_exception();
-    }
+  try {
+    if (!failure) lines = describe_groups(groups);
+  } catch (...) {
+    failure = std::current_exception();
   }
   wait();
   const int64_t channel = detail::agree(group_, lines, failure);
-  if (!exchange_ && world_size() > 1) {
-    exchange_ = make_exchange(
-        group_, {.kind = options_.exchange, .device = all.front().device(), .channel = channel});
-    if (share_parameters() && std::string(exchange_->name()) != "shared_memory") {
-      const std::string name = exchange_->name();
-      exchange_.reset();
-      TORCH_CHECK_VALUE(false,
-                        "shardstep: expected ranks that share memory with share_parameters, got "
-                        "exchange \"",
-                        name, "\"", detail::who(group_));
-    }
+  const Partition before = partition_;
+  try {
+    adopt(groups, channel);
+  } catch (...) {
+    failure = std::current_exception();
   }
+  try {
+    // Also because memory that is shared can be opened only while whoever made it is there.
+    detail::tell_every_rank(group_, failure);
+  } catch (...) {
+    forget_since(before);
+    throw;
+  }
+}
 
+void ShardEngine::adopt(const std::vector<EngineGroup>& groups, int64_t channel) {
+  const size_t known = params_.size();
   std::vector<std::vector<ParamSpec>> specs;
   for (const auto& group : groups) {
     auto& spec = specs.emplace_back();
     for (const auto& param : group.params) {
-      spec.push_back({param.numel(), param.element_size(), kind_of(param)});
+      // In stage 1, by parameter, the division is torch's.
+      const bool apart = options_.stage2 && !param.requires_grad();
+      spec.push_back({param.numel(), param.element_size(), kind_of(param), apart});
+      params_.push_back(param);
       trainable_.push_back(param.requires_grad());
+      agreement_.add(param);
     }
   }
-  const size_t known = params_.size();
-  params_ = std::move(all);
+  connect(channel);
   partition_.add_groups(specs);
   const size_t first = buckets_.size();
   if (options_.stage2 && exchange_) broadcast_params(known);
   build_new_buckets();
   if (options_.stage2 && exchange_) reduce_new_buckets(first);
-  // Memory that is shared can be opened as long as who made it is there.
-  if (options_.stage2) meet();
   for (size_t group = local_.size(); group < group_count(); ++group) add_local_params(group);
+}
+
+void ShardEngine::forget_since(const Partition& before) {
+  const size_t params = before.param_count(), buckets = before.buckets().size();
+  if (options_.storage == BucketStorage::kFlat) {
+    for (size_t i = params; i < params_.size(); ++i) {
+      params_[i].set_data(params_[i].detach().clone());
+    }
+  }
+  if (reducer_) reducer_->forget_buckets_from(buckets);
+  const auto shorten = [](auto& items, size_t size) {
+    if (items.size() > size)
+      items.erase(items.begin() + static_cast<std::ptrdiff_t>(size), items.end());
+  };
+  shorten(params_, params);
+  shorten(trainable_, params);
+  shorten(places_, params);
+  shorten(local_places_, params);
+  shorten(buckets_, buckets);
+  shorten(active_, buckets);
+  shorten(parts_, buckets);
+  shorten(arriving_, buckets);
+  shorten(local_, before.group_count());
+  agreement_.forget_from(params);
+  partition_ = before;
+}
+
+void ShardEngine::connect(int64_t channel) {
+  if (exchange_ || world_size() == 1) return;
+  auto exchange = make_exchange(
+      group_, {.kind = options_.exchange, .device = params_.front().device(), .channel = channel});
+  TORCH_CHECK_VALUE(!share_parameters() || std::string(exchange->name()) == "shared_memory",
+                    "shardstep: expected ranks that share memory with share_parameters, got "
+                    "exchange \"",
+                    exchange->name(), "\"", detail::who(group_));
+  exchange_ = std::move(exchange);
 }
 
 void ShardEngine::build_new_buckets() {
@@ -250,7 +300,6 @@ void ShardEngine::follow_params() {
       active_[b] = std::move(active);
     }
   }
-  if (reducer_) reducer_->follow_params();
   if (!aliased()) return;
   for (auto& group : local_) {
     for (auto& local : group) {
@@ -283,8 +332,7 @@ void ShardEngine::drop_gradients() {
 }
 
 // Sums lie in the order of the bucket's slots.
-bool ShardEngine::set_reduced_gradients() {
-  const bool anew = reducer_->finish();
+void ShardEngine::set_reduced_gradients() {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     int64_t offset = 0;
     for (const auto& slot : buckets_[b].layout().slots) {
@@ -299,7 +347,6 @@ bool ShardEngine::set_reduced_gradients() {
       offset += elements.size();
     }
   }
-  return anew;
 }
 
 void ShardEngine::set_sync(bool sync) {
@@ -359,17 +406,29 @@ std::unique_ptr<Pending> ShardEngine::reduce_to_owners(const std::vector<ParamGr
 }
 
 bool ShardEngine::take_gradients() {
+  wait();
+  const bool anew = finish_reduction();
   follow_params();
-  if (reducer_) return set_reduced_gradients();
-  if (!aliased()) return false;
-  for (auto& group : local_) {
-    for (auto& local : group) set_gradient(local, params_[local.index].grad());
+  if (reducer_) {
+    set_reduced_gradients();
+  } else if (aliased()) {
+    for (auto& group : local_) {
+      for (auto& local : group) set_gradient(local, params_[local.index].grad());
+    }
   }
-  return false;
+  return anew;
+}
+
+bool ShardEngine::finish_reduction() {
+  const auto compare = [this](const std::vector<uint8_t>& used_here) {
+    return agreement_.compare(exchange_.get(), params_, used_here);
+  };
+  const bool anew = reducer_ && reducer_->finish(compare);
+  if (!anew) compare({});
+  return anew;
 }
 
 void ShardEngine::before_step() {
-  wait();
   take_gradients();
   // Nobody may still look at parameters that change here.
   if (share_parameters()) meet();
@@ -407,6 +466,7 @@ void ShardEngine::wait() {
 
 void ShardEngine::before_partial_step(const std::vector<ParamGradient>& gradients) {
   TORCH_INTERNAL_ASSERT(options_.overlap);
+  agreement_.check_here(params_);
   follow_params();
   for (const auto& [index, gradient] : gradients) {
     if (const auto place = local_places_[index]) {

@@ -16,6 +16,7 @@
 #include "shard/bucket.h"
 #include "shard/engine_options.h"
 #include "shard/gradient_reducer.h"
+#include "shard/param_agreement.h"
 #include "shard/partition.h"
 #include "shardstep/export.h"
 #include "shardstep/process_group.h"
@@ -126,11 +127,17 @@ class SHARDSTEP_API ShardEngine {
     size_t position;
   };
   int64_t kind_of(const at::Tensor& param);
+  std::vector<std::string> describe_groups(const std::vector<EngineGroup>& groups) const;
+  void adopt(const std::vector<EngineGroup>& groups, int64_t channel);
+  void forget_since(const Partition& before);
+  void connect(int64_t channel);
   void broadcast_params(size_t first);
   void build_new_buckets();
   void reduce_new_buckets(size_t first);
   void meet();
-  bool set_reduced_gradients();
+  // Ends the rounds of stage 2, if any, and compares the parameters over the ranks.
+  bool finish_reduction();
+  void set_reduced_gradients();
   // Says whether gradients were added up since the last call.
   bool take_gradients();
   void drop_param_gradients();
@@ -150,6 +157,7 @@ class SHARDSTEP_API ShardEngine {
   ProcessGroupPtr group_;
   EngineOptions options_;
   Partition partition_;
+  detail::ParamAgreement agreement_;
   std::unique_ptr<Exchange> exchange_;  // null in a group of one
   std::vector<at::Tensor> params_;      // by index across groups
   std::vector<std::string> kinds_;

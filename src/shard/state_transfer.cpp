@@ -278,8 +278,7 @@ at::Tensor cut_tensor(const ShardEngine& engine, const Slice& slice, const std::
   if (engine.options().sharding == Sharding::kElement) {
     ordered = flat_view(ordered).narrow(0, slice.elements.begin, slice.elements.size());
   }
-  const auto dtype = detail::state_dtype(whole.scalar_type(), param);
-  return ordered.to(ordered.options().dtype(dtype).device(param.device()), false, /*copy=*/true);
+  return ordered.to(ordered.options().device(param.device()), false, /*copy=*/true);
 }
 
 }  // namespace

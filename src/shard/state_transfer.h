@@ -28,7 +28,8 @@ using EngineState = std::map<int64_t, ParamState>;
 // alone, a bucket at a time. Collective.
 SHARDSTEP_API EngineState gather_state(const ShardEngine& engine, const EngineState& local, int to);
 
-// This rank's share of a whole state, copied to the parameters' devices and dtypes.
+// A copy of this rank's share of a whole state, on the parameters' devices. Tensors keep their
+// dtype: what it is to be is the local optimizer's business.
 SHARDSTEP_API EngineState cut_state(const ShardEngine& engine, const EngineState& whole);
 
 }  // namespace shardstep

@@ -1,5 +1,7 @@
 #include "shardstep/zero_redundancy_optimizer.h"
 
+#include <torch/optim/lbfgs.h>
+
 #include <unordered_set>
 
 #include "checkpoint/checkpointer.h"
@@ -100,7 +102,12 @@ void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups
     TORCH_CHECK_VALUE(
         local_.elementwise || engine_->options().sharding == Sharding::kParameter,
         "shardstep: expected an element-wise optimizer when sharding by element, got ", local_.name,
-        ", which needs whole parameters; shard by parameter");
+        ", which needs whole parameters; shard by parameter, or set `elementwise` if each "
+        "element's update depends on nothing but that element");
+    TORCH_CHECK_VALUE(
+        dynamic_cast<const torch::optim::LBFGSOptions*>(local_.defaults.get()) == nullptr,
+        "shardstep: expected an optimizer that updates each parameter by itself, got LBFGS, whose "
+        "step depends on the gradients of all parameters at once");
     for (auto& group : groups) {
       for (const auto& param : group.params()) {
         TORCH_CHECK_VALUE(param.defined(),
@@ -183,7 +190,6 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   adopt_new_groups(nullptr);
   consolidated_.reset();
   push_options();
-  engine_->before_step();
   at::Tensor loss;
   if (closure) {
     loss = optim_->step([&] {
@@ -193,6 +199,7 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
     });
     Join::notify_join_context(*this);
   } else {
+    engine_->before_step();
     loss = optim_->step();
   }
   pull_options();

@@ -2,6 +2,7 @@
 
 #include <torch/serialize.h>
 
+#include "comm/agreement.h"
 #include "launch/who.h"
 #include "shard/state_transfer.h"
 #include "shardstep/zero_redundancy_optimizer.h"
@@ -63,7 +64,13 @@ std::optional<StateDict> ZeroRedundancyOptimizer::consolidate_state_dict(int to)
   adopt_new_groups(nullptr);
   consolidated_.reset();
   EngineState local;
-  for (const auto& [index, values] : read_local_state()) local[index] = to_engine(values);
+  std::exception_ptr error;
+  try {
+    for (const auto& [index, values] : read_local_state()) local[index] = to_engine(values);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  detail::tell_every_rank(process_group(), error);
   const auto whole = gather_state(*engine_, local, to);
   if (rank() == to) consolidated_ = whole_state_dict(whole);
   return consolidated_;

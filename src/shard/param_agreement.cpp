@@ -1,0 +1,174 @@
+#include "shard/param_agreement.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/agreement.h"
+#include "launch/who.h"
+#include "shard/bucket.h"
+
+namespace shardstep::detail {
+namespace {
+
+constexpr int kStatusTag = 0xfffd;  // buckets count from 0
+constexpr int64_t kChanged = 1;     // a status' lowest bit; the others are a hash
+
+// FNV-1a over numbers: the same on every machine.
+class Hash {
+ public:
+  void add(int64_t number) { value_ = (value_ ^ static_cast<uint64_t>(number)) * 0x100000001b3u; }
+  void add(at::IntArrayRef numbers) {
+    add(static_cast<int64_t>(numbers.size()));
+    for (int64_t number : numbers) add(number);
+  }
+  int64_t value() const { return static_cast<int64_t>(value_ & ~uint64_t{kChanged}); }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325u;
+};
+
+// Every rank's bytes, by rank.
+std::vector<std::string> all_gather_bytes(Exchange& exchange, const ProcessGroupPtr& group,
+                                          const std::string& own) {
+  const auto size = static_cast<int64_t>(own.size());
+  const auto device = control_device(group);
+  Parts parts(group->getSize());
+  for (auto& part : parts) part = {at::empty({size}, at::TensorOptions(at::kByte).device(device))};
+  auto bytes = at::empty({size}, at::kByte);
+  std::copy(own.begin(), own.end(), static_cast<char*>(bytes.mutable_data_ptr()));
+  parts[group->getRank()][0].copy_(bytes);
+  exchange.all_gather(parts, kStatusTag)->wait();
+  std::vector<std::string> all;
+  for (const auto& part : parts) {
+    const auto there = part[0].cpu();
+    all.emplace_back(static_cast<const char*>(there.const_data_ptr()), own.size());
+  }
+  return all;
+}
+
+std::string to_bytes(const std::vector<int64_t>& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
+}
+
+int64_t number_at(const std::string& bytes, size_t index) {
+  int64_t number = 0;
+  std::memcpy(&number, bytes.data() + index * sizeof(number), sizeof(number));
+  return number;
+}
+
+}  // namespace
+
+std::string describe(const at::Tensor& param) {
+  return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
+                  param.strides(), " on ", param.device().type(),
+                  param.requires_grad() ? "" : ", frozen");
+}
+
+ParamAgreement::ParamAgreement(ProcessGroupPtr group, FixedLayout fixed)
+    : group_(std::move(group)), fixed_(fixed) {}
+
+void ParamAgreement::add(const at::Tensor& param) {
+  added_.push_back({param.scalar_type(), param.device(), param.sizes().vec(), param.strides().vec(),
+                    describe(param)});
+}
+
+void ParamAgreement::forget_from(size_t count) {
+  added_.erase(added_.begin() + static_cast<std::ptrdiff_t>(count), added_.end());
+}
+
+bool ParamAgreement::has_changed(size_t index, const at::Tensor& param) const {
+  const auto& added = added_[index];
+  if (!is_dense(param) || param.numel() != c10::multiply_integers(added.sizes)) return true;
+  if (fixed_.dtype_and_shape && (param.scalar_type() != added.dtype ||
+                                 param.device() != added.device || param.sizes() != added.sizes)) {
+    return true;
+  }
+  if (!fixed_.memory_order) return false;
+  // Strides of axes with one element do not order anything.
+  for (int64_t axis = 0; axis < param.dim(); ++axis) {
+    if (param.size(axis) > 1 && param.stride(axis) != added.strides[axis]) return true;
+  }
+  return false;
+}
+
+int64_t ParamAgreement::status_of(size_t index, const at::Tensor& param) const {
+  if (has_changed(index, param)) return kChanged;
+  Hash hash;
+  hash.add(static_cast<int64_t>(param.scalar_type()));
+  hash.add(static_cast<int64_t>(param.device().type()));
+  hash.add(param.sizes());
+  for (int64_t axis = 0; axis < param.dim(); ++axis) {
+    hash.add(param.size(axis) > 1 ? param.stride(axis) : 0);
+  }
+  hash.add(param.requires_grad());
+  // A frozen parameter that still has a gradient is updated, as by any optimizer.
+  hash.add(!param.requires_grad() && param.grad().defined());
+  return hash.value();
+}
+
+std::vector<uint8_t> ParamAgreement::compare(Exchange* exchange,
+                                             const std::vector<at::Tensor>& params,
+                                             const std::vector<uint8_t>& used_here) const {
+  if (!exchange) {
+    check_here(params);
+    return used_here;
+  }
+  std::vector<int64_t> statuses;
+  Hash all;
+  bool changed = false;
+  for (size_t i = 0; i < params.size(); ++i) {
+    statuses.push_back(status_of(i, params[i]));
+    all.add(statuses.back());
+    changed = changed || statuses.back() == kChanged;
+  }
+  auto message = to_bytes({changed ? kChanged : all.value()});
+  message.append(used_here.begin(), used_here.end());
+  const auto messages = all_gather_bytes(*exchange, group_, message);
+  std::vector<uint8_t> used(used_here.size());
+  for (const auto& theirs : messages) {
+    const int64_t summary = number_at(theirs, 0);
+    if (summary == kChanged || summary != number_at(messages[0], 0)) {
+      refuse(*exchange, params, statuses);
+    }
+    for (size_t i = 0; i < used.size(); ++i) {
+      used[i] |= static_cast<uint8_t>(theirs[sizeof(summary) + i]);
+    }
+  }
+  return used;
+}
+
+void ParamAgreement::refuse(Exchange& exchange, const std::vector<at::Tensor>& params,
+                            const std::vector<int64_t>& statuses) const {
+  const auto all = all_gather_bytes(exchange, group_, to_bytes(statuses));
+  for (size_t i = 0; i < params.size(); ++i) {
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      const int64_t theirs = number_at(all[rank], i);
+      if (theirs == statuses[i] && theirs != kChanged) continue;
+      if (statuses[i] == kChanged) refuse_changed(i, params[i]);
+      TORCH_CHECK_VALUE(theirs != kChanged, "shardstep: expected parameter ", i, " to stay ",
+                        added_[i].description, ", got a change on rank ", rank,
+                        "; make a new optimizer after changing the model", who(group_));
+      const bool has_gradient = !params[i].requires_grad() && params[i].grad().defined();
+      TORCH_CHECK_VALUE(false, "shardstep: expected parameter ", i,
+                        " to be the same on every rank, got ", describe(params[i]),
+                        has_gradient ? " with a gradient" : "", " here and something else on rank ",
+                        rank, "; change, freeze and unfreeze parameters on all ranks alike",
+                        who(group_));
+    }
+  }
+  TORCH_INTERNAL_ASSERT(false, "shardstep: ranks do not agree on their parameters");
+}
+
+void ParamAgreement::refuse_changed(size_t index, const at::Tensor& param) const {
+  TORCH_CHECK_VALUE(false, "shardstep: expected parameter ", index, " to stay ",
+                    added_[index].description, ", got ", describe(param),
+                    "; make a new optimizer after changing the model", who(group_));
+}
+
+void ParamAgreement::check_here(const std::vector<at::Tensor>& params) const {
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (has_changed(i, params[i])) refuse_changed(i, params[i]);
+  }
+}
+
+}  // namespace shardstep::detail

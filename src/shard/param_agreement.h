@@ -1,0 +1,63 @@
+#pragma once
+
+// Before each step the ranks compare what they see of every parameter. One that was changed, frozen
+// or unfrozen on some ranks only would be exchanged wrongly, or waited for in vain.
+// Thread safety: one thread at a time.
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "comm/exchange.h"
+#include "shardstep/process_group.h"
+
+namespace shardstep::detail {
+
+// What must stay as it was when the parameter was added. Its number of elements always must.
+struct FixedLayout {
+  bool dtype_and_shape = false;
+  bool memory_order = false;
+};
+
+// A parameter in words: dtype, sizes, strides, device, and whether it is frozen.
+std::string describe(const at::Tensor& param);
+
+class ParamAgreement {
+ public:
+  ParamAgreement(ProcessGroupPtr group, FixedLayout fixed);
+
+  void add(const at::Tensor& param);
+  // Forgets the parameters from number `count` on.
+  void forget_from(size_t count);
+
+  // `used_here` says, by parameter, which have a gradient on this rank; empty if nobody asks.
+  // Returns which have one on any rank. Throws ValueError on every rank, naming the parameter, if
+  // one has changed and must not, or is not the same on every rank. Null is a group of one.
+  // Collective.
+  std::vector<uint8_t> compare(Exchange* exchange, const std::vector<at::Tensor>& params,
+                               const std::vector<uint8_t>& used_here) const;
+  // The same without the other ranks: throws if a parameter has changed here and must not.
+  void check_here(const std::vector<at::Tensor>& params) const;
+
+ private:
+  struct Added {
+    at::ScalarType dtype;
+    at::Device device;
+    std::vector<int64_t> sizes;
+    std::vector<int64_t> strides;
+    std::string description;
+  };
+  bool has_changed(size_t index, const at::Tensor& param) const;
+  int64_t status_of(size_t index, const at::Tensor& param) const;
+  [[noreturn]] void refuse(Exchange& exchange, const std::vector<at::Tensor>& params,
+                           const std::vector<int64_t>& statuses) const;
+  [[noreturn]] void refuse_changed(size_t index, const at::Tensor& param) const;
+
+  ProcessGroupPtr group_;
+  FixedLayout fixed_;
+  std::vector<Added> added_;
+};
+
+}  // namespace shardstep::detail
