@@ -144,9 +144,10 @@ TEST(ChangedParameters, AreFollowedByParameterInStage1) {
     for (const auto& change : {kToDouble, kOrder}) {
       run_ranks(2, [&](const ProcessGroupPtr& group) {
         const auto params = make_params(), plain_params = make_params();
-        ZeroRedundancyOptimizer zero(params, torch::optim::AdamOptions(1e-2),
+        const auto sgd = torch::optim::SGDOptions(1e-2).momentum(0.9);
+        ZeroRedundancyOptimizer zero(params, sgd,
                                      ZeroOptions().exchange(exchange).process_group(group));
-        torch::optim::Adam plain(plain_params, torch::optim::AdamOptions(1e-2));
+        torch::optim::SGD plain(plain_params, sgd);
         for (int step = 0; step < 3; ++step) {
           if (step == 1) {
             apply(change, params[1]);

@@ -55,8 +55,9 @@ def test_a_memory_order_that_changes_by_element_is_an_error(stage):
 @on_ranks(1, 2)
 def test_stage_1_by_parameter_follows_as_the_plain_optimizer_does(change):
     sharded, unsharded = make_model(), make_model()
-    zero = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.Adam, lr=0.1)
-    plain = torch.optim.Adam(unsharded.parameters(), lr=0.1)
+    options = {"lr": 0.1, "momentum": 0.9}
+    zero = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, **options)
+    plain = torch.optim.SGD(unsharded.parameters(), **options)
     for step in range(3):
         if step == 1:
             CHANGES[change](sharded)
