@@ -11,6 +11,8 @@
 namespace shardstep {
 namespace {
 
+constexpr int kUsedTag = 0xfffd;  // buckets count from 0
+
 // What is said of a parameter's gradients since the last step.
 constexpr uint8_t kUsed = 1;
 constexpr uint8_t kUnfit = 2;  // one was not of the parameter that was added
@@ -215,7 +217,7 @@ std::optional<double> GradientReducer::squares() const {
   return total;
 }
 
-bool GradientReducer::finish(const AnyUsed& any_used) {
+bool GradientReducer::finish(const std::function<void()>& before_sums) {
   const std::lock_guard lock(mutex_);
   if (finished_) return false;
   follow_params();
@@ -223,7 +225,18 @@ bool GradientReducer::finish(const AnyUsed& any_used) {
   for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
     if ((*bucket)->rounds == 0 && (*bucket)->has_trainable()) post(**bucket);
   }
-  used_ = any_used(used_here_);
+  before_sums();
+  Parts flags(world_size_);
+  for (auto& part : flags) {
+    part = {at::empty({static_cast<int64_t>(used_here_.size())}, at::kByte)};
+  }
+  std::copy(used_here_.begin(), used_here_.end(), flags[rank_][0].data_ptr<uint8_t>());
+  exchange_.all_gather(flags, kUsedTag)->wait();
+  used_.assign(used_here_.size(), 0);
+  for (const auto& part : flags) {
+    const auto* flag = part[0].const_data_ptr<uint8_t>();
+    for (size_t i = 0; i < used_.size(); ++i) used_[i] |= flag[i];
+  }
   for (size_t i = 0; i < used_.size(); ++i) {
     TORCH_CHECK_VALUE(!(used_[i] & kUnfit), "shardstep: expected the gradient of parameter ", i,
                       " to have the dtype, device and size of the parameter that the optimizer was "

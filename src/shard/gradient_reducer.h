@@ -61,11 +61,10 @@ class SHARDSTEP_API GradientReducer {
   void set_sync(bool sync) { sync_ = sync; }
   bool sync() const { return sync_; }
 
-  // Ends the rounds since the last step. Afterwards sum() and used() may be asked. `any_used` is
-  // told which parameters have a gradient here and says which have one on any rank; it may throw on
-  // all of them. Says whether there was anything to end. Collective.
-  using AnyUsed = std::function<std::vector<uint8_t>(const std::vector<uint8_t>&)>;
-  bool finish(const AnyUsed& any_used);
+  // Ends the rounds since the last step. Afterwards sum() and used() may be asked. Calls
+  // `before_sums` when this rank has posted everything. Says whether there was anything to end.
+  // Collective.
+  bool finish(const std::function<void()>& before_sums);
 
   // From the next round on, squares are added up with the gradients.
   void want_squares() { want_squares_ = true; }

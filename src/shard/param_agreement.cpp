@@ -1,8 +1,5 @@
 #include "shard/param_agreement.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "comm/agreement.h"
 #include "launch/who.h"
 #include "shard/bucket.h"
@@ -10,7 +7,7 @@
 namespace shardstep::detail {
 namespace {
 
-constexpr int kStatusTag = 0xfffd;  // buckets count from 0
+constexpr int kStatusTag = 0xfff8;  // buckets count from 0
 constexpr int64_t kChanged = 1;     // a status' lowest bit; the others are a hash
 
 // FNV-1a over numbers: the same on every machine.
@@ -27,33 +24,22 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325u;
 };
 
-// Every rank's bytes, by rank.
-std::vector<std::string> all_gather_bytes(Exchange& exchange, const ProcessGroupPtr& group,
-                                          const std::string& own) {
-  const auto size = static_cast<int64_t>(own.size());
-  const auto device = control_device(group);
+// Every rank's numbers, by rank.
+std::vector<std::vector<int64_t>> all_gather_numbers(Exchange& exchange,
+                                                     const ProcessGroupPtr& group,
+                                                     const std::vector<int64_t>& own) {
+  const auto mine = at::tensor(own, at::kLong).to(control_device(group));
   Parts parts(group->getSize());
-  for (auto& part : parts) part = {at::empty({size}, at::TensorOptions(at::kByte).device(device))};
-  auto bytes = at::empty({size}, at::kByte);
-  std::copy(own.begin(), own.end(), static_cast<char*>(bytes.mutable_data_ptr()));
-  parts[group->getRank()][0].copy_(bytes);
+  for (auto& part : parts) part = {at::empty_like(mine)};
+  parts[group->getRank()] = {mine};
   exchange.all_gather(parts, kStatusTag)->wait();
-  std::vector<std::string> all;
+  std::vector<std::vector<int64_t>> numbers;
   for (const auto& part : parts) {
-    const auto there = part[0].cpu();
-    all.emplace_back(static_cast<const char*>(there.const_data_ptr()), own.size());
+    const auto theirs = part[0].cpu();
+    const auto* data = theirs.const_data_ptr<int64_t>();
+    numbers.emplace_back(data, data + own.size());
   }
-  return all;
-}
-
-std::string to_bytes(const std::vector<int64_t>& numbers) {
-  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
-}
-
-int64_t number_at(const std::string& bytes, size_t index) {
-  int64_t number = 0;
-  std::memcpy(&number, bytes.data() + index * sizeof(number), sizeof(number));
-  return number;
+  return numbers;
 }
 
 }  // namespace
@@ -106,43 +92,42 @@ int64_t ParamAgreement::status_of(size_t index, const at::Tensor& param) const {
   return hash.value();
 }
 
-std::vector<uint8_t> ParamAgreement::compare(Exchange* exchange,
-                                             const std::vector<at::Tensor>& params,
-                                             const std::vector<uint8_t>& used_here) const {
-  if (!exchange) {
-    check_here(params);
-    return used_here;
-  }
+std::vector<int64_t> ParamAgreement::statuses_of(const std::vector<at::Tensor>& params) const {
   std::vector<int64_t> statuses;
-  Hash all;
-  bool changed = false;
-  for (size_t i = 0; i < params.size(); ++i) {
-    statuses.push_back(status_of(i, params[i]));
-    all.add(statuses.back());
-    changed = changed || statuses.back() == kChanged;
-  }
-  auto message = to_bytes({changed ? kChanged : all.value()});
-  message.append(used_here.begin(), used_here.end());
-  const auto messages = all_gather_bytes(*exchange, group_, message);
-  std::vector<uint8_t> used(used_here.size());
-  for (const auto& theirs : messages) {
-    const int64_t summary = number_at(theirs, 0);
-    if (summary == kChanged || summary != number_at(messages[0], 0)) {
-      refuse(*exchange, params, statuses);
-    }
-    for (size_t i = 0; i < used.size(); ++i) {
-      used[i] |= static_cast<uint8_t>(theirs[sizeof(summary) + i]);
-    }
-  }
-  return used;
+  for (size_t i = 0; i < params.size(); ++i) statuses.push_back(status_of(i, params[i]));
+  return statuses;
 }
 
-void ParamAgreement::refuse(Exchange& exchange, const std::vector<at::Tensor>& params,
-                            const std::vector<int64_t>& statuses) const {
-  const auto all = all_gather_bytes(exchange, group_, to_bytes(statuses));
+int64_t ParamAgreement::summary(const std::vector<at::Tensor>& params) const {
+  Hash hash;
+  for (int64_t status : statuses_of(params)) {
+    if (status == kChanged) return kChanged;
+    hash.add(status);
+  }
+  return hash.value();
+}
+
+void ParamAgreement::check(Exchange& exchange, const std::vector<at::Tensor>& params,
+                           const std::vector<int64_t>& summaries) const {
+  for (int64_t summary : summaries) {
+    if (summary == kChanged || summary != summaries[0]) refuse(exchange, params);
+  }
+}
+
+void ParamAgreement::compare(Exchange& exchange, const std::vector<at::Tensor>& params) const {
+  std::vector<int64_t> summaries;
+  for (const auto& theirs : all_gather_numbers(exchange, group_, {summary(params)})) {
+    summaries.push_back(theirs[0]);
+  }
+  check(exchange, params, summaries);
+}
+
+void ParamAgreement::refuse(Exchange& exchange, const std::vector<at::Tensor>& params) const {
+  const auto statuses = statuses_of(params);
+  const auto all = all_gather_numbers(exchange, group_, statuses);
   for (size_t i = 0; i < params.size(); ++i) {
     for (size_t rank = 0; rank < all.size(); ++rank) {
-      const int64_t theirs = number_at(all[rank], i);
+      const int64_t theirs = all[rank][i];
       if (theirs == statuses[i] && theirs != kChanged) continue;
       if (statuses[i] == kChanged) refuse_changed(i, params[i]);
       TORCH_CHECK_VALUE(theirs != kChanged, "shardstep: expected parameter ", i, " to stay ",

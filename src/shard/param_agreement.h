@@ -32,13 +32,15 @@ class ParamAgreement {
   // Forgets the parameters from number `count` on.
   void forget_from(size_t count);
 
-  // `used_here` says, by parameter, which have a gradient on this rank; empty if nobody asks.
-  // Returns which have one on any rank. Throws ValueError on every rank, naming the parameter, if
-  // one has changed and must not, or is not the same on every rank. Null is a group of one.
-  // Collective.
-  std::vector<uint8_t> compare(Exchange* exchange, const std::vector<at::Tensor>& params,
-                               const std::vector<uint8_t>& used_here) const;
-  // The same without the other ranks: throws if a parameter has changed here and must not.
+  // What this rank sees, as one number.
+  int64_t summary(const std::vector<at::Tensor>& params) const;
+  // Throws ValueError on every rank, naming the parameter, if one has changed and must not, or is
+  // not the same on every rank. `summaries` are those of all ranks. Collective if they differ.
+  void check(Exchange& exchange, const std::vector<at::Tensor>& params,
+             const std::vector<int64_t>& summaries) const;
+  // Both, for who has no other message to send. Collective.
+  void compare(Exchange& exchange, const std::vector<at::Tensor>& params) const;
+  // Throws if a parameter has changed here and must not, without the other ranks.
   void check_here(const std::vector<at::Tensor>& params) const;
 
  private:
@@ -51,8 +53,8 @@ class ParamAgreement {
   };
   bool has_changed(size_t index, const at::Tensor& param) const;
   int64_t status_of(size_t index, const at::Tensor& param) const;
-  [[noreturn]] void refuse(Exchange& exchange, const std::vector<at::Tensor>& params,
-                           const std::vector<int64_t>& statuses) const;
+  std::vector<int64_t> statuses_of(const std::vector<at::Tensor>& params) const;
+  [[noreturn]] void refuse(Exchange& exchange, const std::vector<at::Tensor>& params) const;
   [[noreturn]] void refuse_changed(size_t index, const at::Tensor& param) const;
 
   ProcessGroupPtr group_;

@@ -420,12 +420,14 @@ bool ShardEngine::take_gradients() {
 }
 
 bool ShardEngine::finish_reduction() {
-  const auto compare = [this](const std::vector<uint8_t>& used_here) {
-    return agreement_.compare(exchange_.get(), params_, used_here);
-  };
-  const bool anew = reducer_ && reducer_->finish(compare);
-  if (!anew) compare({});
-  return anew;
+  if (!exchange_) {
+    agreement_.check_here(params_);
+    return false;
+  }
+  const auto compare = [this] { agreement_.compare(*exchange_, params_); };
+  if (reducer_ && reducer_->finish(compare)) return true;
+  compare();
+  return false;
 }
 
 void ShardEngine::before_step() {
