@@ -44,7 +44,7 @@ std::vector<std::vector<int64_t>> all_gather_numbers(Exchange& exchange,
 
 }  // namespace
 
-std::string describe(const at::Tensor& param) {
+std::string describe_param(const at::Tensor& param) {
   return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
                   param.strides(), " on ", param.device().type(),
                   param.requires_grad() ? "" : ", frozen");
@@ -55,7 +55,7 @@ ParamAgreement::ParamAgreement(ProcessGroupPtr group, FixedLayout fixed)
 
 void ParamAgreement::add(const at::Tensor& param) {
   added_.push_back({param.scalar_type(), param.device(), param.sizes().vec(), param.strides().vec(),
-                    describe(param)});
+                    describe_param(param)});
 }
 
 void ParamAgreement::forget_from(size_t count) {
@@ -135,7 +135,7 @@ void ParamAgreement::refuse(Exchange& exchange, const std::vector<at::Tensor>& p
                         "; make a new optimizer after changing the model", who(group_));
       const bool has_gradient = !params[i].requires_grad() && params[i].grad().defined();
       TORCH_CHECK_VALUE(false, "shardstep: expected parameter ", i,
-                        " to be the same on every rank, got ", describe(params[i]),
+                        " to be the same on every rank, got ", describe_param(params[i]),
                         has_gradient ? " with a gradient" : "", " here and something else on rank ",
                         rank, "; change, freeze and unfreeze parameters on all ranks alike",
                         who(group_));
@@ -146,7 +146,7 @@ void ParamAgreement::refuse(Exchange& exchange, const std::vector<at::Tensor>& p
 
 void ParamAgreement::refuse_changed(size_t index, const at::Tensor& param) const {
   TORCH_CHECK_VALUE(false, "shardstep: expected parameter ", index, " to stay ",
-                    added_[index].description, ", got ", describe(param),
+                    added_[index].description, ", got ", describe_param(param),
                     "; make a new optimizer after changing the model", who(group_));
 }
 

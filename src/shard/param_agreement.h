@@ -22,7 +22,7 @@ struct FixedLayout {
 };
 
 // A parameter in words: dtype, sizes, strides, device, and whether it is frozen.
-std::string describe(const at::Tensor& param);
+std::string describe_param(const at::Tensor& param);
 
 class ParamAgreement {
  public:

@@ -100,7 +100,7 @@ std::vector<std::string> ShardEngine::describe_groups(
       const auto& param = groups[g].params[i];
       check_param(param, all.size());
       lines.push_back(
-          c10::str("parameter ", i, " of group ", index, ": ", detail::describe(param)));
+          c10::str("parameter ", i, " of group ", index, ": ", detail::describe_param(param)));
       all.push_back(param);
     }
   }
