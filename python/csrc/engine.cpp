@@ -173,6 +173,9 @@ void bind_engine(py::module_& module) {
              lend_gradients(engine, has);
            }))
       .def("before_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_step(); }))
+      .def("fail_step", wrap_pybind_function_no_gil([](ShardEngine& e, const std::string& message) {
+             e.fail_step(std::make_exception_ptr(std::runtime_error(message)));
+           }))
       .def("after_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.after_step(); }))
       .def("wait", wrap_pybind_function_no_gil([](ShardEngine& e) { e.wait(); }))
       .def("wait_for",

@@ -1,5 +1,8 @@
 #include "shard/param_agreement.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "comm/agreement.h"
 #include "launch/who.h"
 #include "shard/bucket.h"
@@ -8,7 +11,9 @@ namespace shardstep::detail {
 namespace {
 
 constexpr int kStatusTag = 0xfff8;  // buckets count from 0
-constexpr int64_t kChanged = 1;     // a status' lowest bit; the others are a hash
+// Where a status or summary is no hash, whose lowest bit is 0.
+constexpr int64_t kChanged = 1;
+constexpr int64_t kFailed = 3;
 
 // FNV-1a over numbers: the same on every machine.
 class Hash {
@@ -18,7 +23,7 @@ class Hash {
     add(static_cast<int64_t>(numbers.size()));
     for (int64_t number : numbers) add(number);
   }
-  int64_t value() const { return static_cast<int64_t>(value_ & ~uint64_t{kChanged}); }
+  int64_t value() const { return static_cast<int64_t>(value_ & ~uint64_t{1}); }
 
  private:
   uint64_t value_ = 0xcbf29ce484222325u;
@@ -99,6 +104,7 @@ std::vector<int64_t> ParamAgreement::statuses_of(const std::vector<at::Tensor>& 
 }
 
 int64_t ParamAgreement::summary(const std::vector<at::Tensor>& params) const {
+  if (failure_) return kFailed;
   Hash hash;
   for (int64_t status : statuses_of(params)) {
     if (status == kChanged) return kChanged;
@@ -108,13 +114,16 @@ int64_t ParamAgreement::summary(const std::vector<at::Tensor>& params) const {
 }
 
 void ParamAgreement::check(Exchange& exchange, const std::vector<at::Tensor>& params,
-                           const std::vector<int64_t>& summaries) const {
+                           const std::vector<int64_t>& summaries) {
+  if (std::find(summaries.begin(), summaries.end(), kFailed) != summaries.end()) {
+    tell_every_rank(group_, std::exchange(failure_, nullptr));
+  }
   for (int64_t summary : summaries) {
     if (summary == kChanged || summary != summaries[0]) refuse(exchange, params);
   }
 }
 
-void ParamAgreement::compare(Exchange& exchange, const std::vector<at::Tensor>& params) const {
+void ParamAgreement::compare(Exchange& exchange, const std::vector<at::Tensor>& params) {
   std::vector<int64_t> summaries;
   for (const auto& theirs : all_gather_numbers(exchange, group_, {summary(params)})) {
     summaries.push_back(theirs[0]);

@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -32,14 +33,18 @@ class ParamAgreement {
   // Forgets the parameters from number `count` on.
   void forget_from(size_t count);
 
+  // This rank's update has thrown: the next check() throws on every rank.
+  void fail(std::exception_ptr error) { failure_ = std::move(error); }
+
   // What this rank sees, as one number.
   int64_t summary(const std::vector<at::Tensor>& params) const;
   // Throws ValueError on every rank, naming the parameter, if one has changed and must not, or is
-  // not the same on every rank. `summaries` are those of all ranks. Collective if they differ.
+  // not the same on every rank, or what a rank has failed with. `summaries` are those of all ranks.
+  // Collective if they differ.
   void check(Exchange& exchange, const std::vector<at::Tensor>& params,
-             const std::vector<int64_t>& summaries) const;
+             const std::vector<int64_t>& summaries);
   // Both, for who has no other message to send. Collective.
-  void compare(Exchange& exchange, const std::vector<at::Tensor>& params) const;
+  void compare(Exchange& exchange, const std::vector<at::Tensor>& params);
   // Throws if a parameter has changed here and must not, without the other ranks.
   void check_here(const std::vector<at::Tensor>& params) const;
 
@@ -60,6 +65,7 @@ class ParamAgreement {
   ProcessGroupPtr group_;
   FixedLayout fixed_;
   std::vector<Added> added_;
+  std::exception_ptr failure_;
 };
 
 }  // namespace shardstep::detail

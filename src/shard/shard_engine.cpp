@@ -1,6 +1,7 @@
 #include "shard/shard_engine.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "comm/agreement.h"
 #include "launch/who.h"
@@ -431,12 +432,31 @@ bool ShardEngine::finish_reduction() {
 }
 
 void ShardEngine::before_step() {
+  phase_ = Phase::kComparing;
   take_gradients();
   // Nobody may still look at parameters that change here.
   if (share_parameters()) meet();
+  phase_ = Phase::kUpdating;
+}
+
+void ShardEngine::fail_step(const std::exception_ptr& error) {
+  const auto phase = std::exchange(phase_, Phase::kOutside);
+  // Whatever before_step throws, it throws on every rank.
+  if (!exchange_ || phase == Phase::kComparing) return;
+  agreement_.fail(error);
+  try {
+    if (phase == Phase::kUpdating) {
+      after_step();
+    } else {
+      take_gradients();
+    }
+  } catch (const std::exception&) {
+    // The caller throws what came first.
+  }
 }
 
 void ShardEngine::after_step() {
+  phase_ = Phase::kOutside;
   drop_sums();
   if (!exchange_) {
     if (options_.stage2) drop_param_gradients();

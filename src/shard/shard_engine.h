@@ -81,6 +81,10 @@ class SHARDSTEP_API ShardEngine {
   void before_step();
   // Sends what this rank owns to every other and receives the rest. Collective.
   void after_step();
+  // Ends the step of a rank whose update, or closure, has thrown, so that no other rank is left
+  // waiting. They hear of it at once if they wait for this rank's gradients, else at the next step.
+  // Collective, as the rest of the step would be.
+  void fail_step(const std::exception_ptr& error);
   // With overlap_forward: returns when these parameters have arrived, or all. Nothing else needs
   // it: the next backward pass and every collective call wait by themselves.
   void wait(const std::vector<int64_t>& params);
@@ -156,6 +160,9 @@ class SHARDSTEP_API ShardEngine {
 
   ProcessGroupPtr group_;
   EngineOptions options_;
+  // Where in a step this rank is.
+  enum class Phase { kOutside, kComparing, kUpdating };
+  Phase phase_ = Phase::kOutside;
   Partition partition_;
   detail::ParamAgreement agreement_;
   std::unique_ptr<Exchange> exchange_;  // null in a group of one

@@ -190,21 +190,28 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   adopt_new_groups(nullptr);
   consolidated_.reset();
   push_options();
-  at::Tensor loss;
-  if (closure) {
-    loss = optim_->step([&] {
-      auto value = closure();
-      engine_->before_step();
-      return value;
-    });
-    Join::notify_join_context(*this);
-  } else {
-    engine_->before_step();
-    loss = optim_->step();
-  }
+  const auto loss = update_own(closure);
+  if (closure) Join::notify_join_context(*this);
   pull_options();
   engine_->after_step();
   return loss;
+}
+
+at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
+  try {
+    if (!closure) {
+      engine_->before_step();
+      return optim_->step();
+    }
+    return optim_->step([&] {
+      auto loss = closure();
+      engine_->before_step();
+      return loss;
+    });
+  } catch (...) {
+    engine_->fail_step(std::current_exception());
+    throw;
+  }
 }
 
 void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {

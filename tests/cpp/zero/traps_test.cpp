@@ -377,6 +377,74 @@ TEST(Consolidating, AnErrorOnOneRankIsAnErrorOnAll) {
       std::chrono::seconds(60), std::chrono::seconds(10));
 }
 
+class PickySGD : public torch::optim::SGD {
+ public:
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure) override {
+    if (closure) closure();
+    TORCH_CHECK(!refuses, "not today");
+    return SGD::step();
+  }
+  static thread_local bool refuses;
+};
+thread_local bool PickySGD::refuses = false;
+
+// The other ranks finish their step, and hear of it in the next one.
+TEST(Step, AnUpdateThatThrowsOnOneRankLeavesNobodyWaiting) {
+  for (auto exchange : kExchanges) {
+    for (int stage : {1, 2}) {
+      run_ranks(
+          2,
+          [&](const ProcessGroupPtr& group) {
+            auto local = local_optimizer(torch::optim::SGDOptions(1e-2));
+            local.make = [](std::vector<torch::optim::OptimizerParamGroup> groups) {
+              return std::make_unique<PickySGD>(std::move(groups), torch::optim::SGDOptions(1e-2));
+            };
+            const auto params = make_params();
+            ZeroRedundancyOptimizer zero(
+                params, local, ZeroOptions().stage(stage).exchange(exchange).process_group(group));
+            const auto step = [&] {
+              zero.zero_grad();
+              backward(params);
+              zero.step();
+            };
+            step();
+            PickySGD::refuses = group->getRank() == 1;
+            if (group->getRank() == 1) {
+              EXPECT_NE(error_of(step).find("not today"), std::string::npos);
+            } else {
+              step();
+            }
+            PickySGD::refuses = false;
+            EXPECT_NE(error_of(step).find("not today"), std::string::npos);
+            step();
+          },
+          std::chrono::seconds(60), std::chrono::seconds(10));
+    }
+  }
+}
+
+TEST(Step, AClosureThatThrowsOnOneRankIsAnErrorOnAll) {
+  for (int stage : {1, 2}) {
+    run_ranks(
+        2,
+        [&](const ProcessGroupPtr& group) {
+          const auto params = make_params();
+          ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-2),
+                                       ZeroOptions().stage(stage).process_group(group));
+          const auto message = error_of([&] {
+            zero.step([&] {
+              TORCH_CHECK(group->getRank() == 0, "no batch for you");
+              backward(params);
+              return torch::ones({});
+            });
+          });
+          EXPECT_NE(message.find("no batch for you"), std::string::npos) << message;
+        },
+        std::chrono::seconds(60), std::chrono::seconds(10));
+  }
+}
+
 // Room for shared memory runs out when the second group is added, and is there again later.
 TEST(AddParamGroup, ThatFailsChangesNothing) {
   std::signal(SIGXFSZ, SIG_IGN);
