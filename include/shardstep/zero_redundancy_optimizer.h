@@ -208,6 +208,8 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   void add_groups(std::vector<torch::optim::OptimizerParamGroup> groups);
   void adopt_new_groups(std::exception_ptr error);
   std::vector<ParamGradient> by_index(const ParamsAndGradients& gradients) const;
+  // The update of what this rank owns, in step().
+  at::Tensor update_own(const LossClosure& closure);
   void push_options();
   void pull_options();
   std::map<int64_t, NamedValues> read_local_state() const;

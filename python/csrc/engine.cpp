@@ -4,7 +4,10 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings.h"
+#include "shard/gradient_clipping.h"
+#include "shard/gradient_lending.h"
 #include "shard/shard_engine.h"
+#include "shard/state_transfer.h"
 
 namespace shardstep::python {
 namespace {
@@ -23,11 +26,10 @@ Value choose(const char* what, const Choices<Value>& choices, const std::string&
                     "'");
 }
 
-EngineOptions options_of(int stage, const std::string& sharding, const std::string& exchange,
-                         bool flat, std::optional<double> bucket_cap_mb, bool overlap,
-                         bool share_parameters, bool overlap_forward,
-                         std::optional<at::ScalarType> gradient_dtype) {
-  return {.stage = stage,
+EngineOptions options_of(std::optional<Stage2Options> stage2, const std::string& sharding,
+                         const std::string& exchange, bool flat,
+                         std::optional<double> bucket_cap_mb, bool overlap) {
+  return {.stage2 = stage2,
           .sharding = choose<Sharding>(
               "sharding", {{"parameter", Sharding::kParameter}, {"element", Sharding::kElement}},
               sharding),
@@ -39,10 +41,7 @@ EngineOptions options_of(int stage, const std::string& sharding, const std::stri
                                             {"shared_memory", ExchangeKind::kSharedMemory}},
                                            exchange),
           .bucket_cap_mb = bucket_cap_mb,
-          .overlap = overlap,
-          .share_parameters = share_parameters,
-          .overlap_forward = overlap_forward,
-          .gradient_dtype = gradient_dtype};
+          .overlap = overlap};
 }
 
 using PyValue = std::variant<at::Tensor, py::bytes>;
@@ -119,13 +118,13 @@ PyState gather_state(ShardEngine& engine, const PyState& local, int to) {
   EngineState whole;
   {
     const py::gil_scoped_release no_gil;
-    whole = engine.gather_state(own, to);
+    whole = shardstep::gather_state(engine, own, to);
   }
   return to_python(whole);
 }
 
 PyState cut_state(ShardEngine& engine, const PyState& whole) {
-  return to_python(engine.cut_state(from_python(whole)));
+  return to_python(shardstep::cut_state(engine, from_python(whole)));
 }
 
 void bind_values(py::module_& module) {
@@ -158,10 +157,10 @@ void bind_engine(py::module_& module) {
                   const std::string& exchange, bool flat, std::optional<double> bucket_cap_mb,
                   bool overlap, bool share_parameters, bool overlap_forward,
                   std::optional<at::ScalarType> gradient_dtype) {
+                 const auto stage2 = stage2_options(
+                     stage, {share_parameters, overlap_forward, gradient_dtype}, group);
                  return std::make_shared<ShardEngine>(
-                     std::move(group),
-                     options_of(stage, sharding, exchange, flat, bucket_cap_mb, overlap,
-                                share_parameters, overlap_forward, gradient_dtype));
+                     group, options_of(stage2, sharding, exchange, flat, bucket_cap_mb, overlap));
                })),
            py::arg("group"), py::kw_only(), py::arg("stage") = 1, py::arg("sharding") = "parameter",
            py::arg("exchange") = "auto", py::arg("flat") = false,
@@ -170,9 +169,13 @@ void bind_engine(py::module_& module) {
            py::arg("gradient_dtype") = py::none())
       .def("add_groups", wrap_pybind_function_no_gil(add_groups), py::arg("groups"),
            py::arg("error") = py::none())
-      .def("lend_gradients", wrap_pybind_function_no_gil(
-                                 [](ShardEngine& engine, bool has) { engine.lend_gradients(has); }))
+      .def("lend_gradients", wrap_pybind_function_no_gil([](ShardEngine& engine, bool has) {
+             lend_gradients(engine, has);
+           }))
       .def("before_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_step(); }))
+      .def("fail_step", wrap_pybind_function_no_gil([](ShardEngine& e, const std::string& message) {
+             e.fail_step(std::make_exception_ptr(std::runtime_error(message)));
+           }))
       .def("after_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.after_step(); }))
       .def("wait", wrap_pybind_function_no_gil([](ShardEngine& e) { e.wait(); }))
       .def("wait_for",
@@ -187,10 +190,10 @@ void bind_engine(py::module_& module) {
       .def("clip_grad_norm",
            wrap_pybind_function_no_gil(
                [](ShardEngine& engine, double max_norm, double norm_type, bool error_if_nonfinite) {
-                 return engine.clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
+                 return clip_grad_norm(engine, max_norm, norm_type, error_if_nonfinite);
                }))
       .def("clip_grad_value", wrap_pybind_function_no_gil([](ShardEngine& engine, double value) {
-             engine.clip_grad_value(value);
+             clip_grad_value(engine, value);
            }))
       .def_property(
           "sync", &ShardEngine::sync,

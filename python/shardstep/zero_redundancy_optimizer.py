@@ -262,7 +262,11 @@ class ZeroRedundancyOptimizer(
                 stacklevel=2,
             )
             return None
-        loss = self._local_step(closure=closure, **kwargs)
+        try:
+            loss = self._local_step(closure=closure, **kwargs)
+        except Exception as error:
+            self.engine.fail_step(f"{type(error).__name__}: {error}")
+            raise
         self.engine.after_step()
         return loss
 

@@ -11,7 +11,7 @@
 
 #include "checkpoint/checkpoint_files.h"
 #include "comm/agreement.h"
-#include "comm/who.h"
+#include "launch/who.h"
 #include "format/param_group_keys.h"
 #include "shard/state_layout.h"
 
@@ -451,7 +451,7 @@ class Checkpointer::Job {
   const std::string& directory() const { return directory_; }
 
  private:
-  std::string who() const { return c10::str(" (rank ", rank_, " of ", head_.world_size, ")"); }
+  std::string who() const { return detail::who(rank_, head_.world_size); }
   void done(bool& flag, std::exception_ptr& result, const std::exception_ptr& error) {
     const std::lock_guard lock(mutex_);
     flag = true;
@@ -515,7 +515,7 @@ void Checkpointer::save(const std::string& directory, CheckpointContent content,
   detail::ShardContent shard;
   CheckpointIndex head;
   head.world_size = engine_.world_size();
-  head.stage = engine_.options().stage;
+  head.stage = engine_.stage();
   head.sharding = engine_.options().sharding;
   std::vector<std::string> lines;
   if (!error) {

@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "comm/who.h"
+#include "launch/who.h"
 
 namespace shardstep::detail {
 namespace {
@@ -96,6 +96,15 @@ std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tenso
   return output[0];
 }
 
+std::vector<double> all_gather_number(const ProcessGroupPtr& group, double own) {
+  if (group->getSize() == 1) return {own};
+  std::vector<double> numbers;
+  for (const auto& number : all_gather(group, at::full({1}, own, at::kDouble))) {
+    numbers.push_back(number.item<double>());
+  }
+  return numbers;
+}
+
 int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& lines,
               const std::exception_ptr& error) {
   if (group->getSize() == 1) {
@@ -168,6 +177,10 @@ void throw_failure(const ProcessGroupPtr& group, const Failure& failure,
       c10::str("shardstep: rank ", failure.rank, " failed with: ", failure.message, who(group));
   TORCH_CHECK_VALUE(!failure.is_value_error, message);
   TORCH_CHECK(false, message);
+}
+
+void tell_every_rank(const ProcessGroupPtr& group, const std::exception_ptr& error) {
+  if (const auto failure = first_failure(group, error)) throw_failure(group, *failure, error);
 }
 
 }  // namespace shardstep::detail

@@ -17,6 +17,9 @@ at::Device control_device(const ProcessGroupPtr& group);
 // The tensor of every rank, by rank and on the CPU; the same shape everywhere. Collective.
 std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tensor& own);
 
+// The number of every rank, by rank. Collective.
+std::vector<double> all_gather_number(const ProcessGroupPtr& group, double own);
+
 // Every rank hands in `lines` that should be the same everywhere, or an error that kept it from
 // making them. If they are, returns a number that all ranks agree on and that none of them got
 // before. If not, every rank throws: its own error, or one that names the first rank and line that
@@ -41,5 +44,8 @@ std::optional<Failure> first_failure(const ProcessGroupPtr& group, const std::ex
 // Throws on a rank what first_failure found: its own error, or one that names the rank.
 [[noreturn]] void throw_failure(const ProcessGroupPtr& group, const Failure& failure,
                                 const std::exception_ptr& error);
+
+// Throws on every rank if any of them hands in an error. Collective.
+void tell_every_rank(const ProcessGroupPtr& group, const std::exception_ptr& error);
 
 }  // namespace shardstep::detail

@@ -2,7 +2,7 @@
 
 #include "comm/exchanges.h"
 #include "comm/pending_works.h"
-#include "comm/who.h"
+#include "launch/who.h"
 
 namespace shardstep {
 

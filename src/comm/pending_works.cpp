@@ -1,5 +1,7 @@
 #include "comm/pending_works.h"
 
+#include "launch/who.h"
+
 namespace shardstep::detail {
 namespace {
 
@@ -15,8 +17,8 @@ std::vector<at::Tensor> pieces(const at::Tensor& tensor) {
 
 void PendingWorks::wait() {
   for (auto& [work, verb, peer] : works_) {
-    const auto context = c10::str("shardstep: while ", verb, " rank ", peer, " (rank ", rank_,
-                                  " of ", world_size_, ")");
+    const auto context =
+        c10::str("shardstep: while ", verb, " rank ", peer, who(rank_, world_size_));
     try {
       work->wait();
     } catch (c10::Error& error) {

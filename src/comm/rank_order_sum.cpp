@@ -65,6 +65,11 @@ double sum_on_cpu(const std::vector<at::Tensor>& terms, const at::Tensor& into,
   return squares;
 }
 
+double squares_with_aten(const at::Tensor& values) {
+  const auto real = values.is_complex() ? at::view_as_real(values) : values;
+  return real.to(at::kDouble).square_().sum().item<double>();
+}
+
 double sum_with_aten(const std::vector<at::Tensor>& terms, const at::Tensor& into,
                      const SumOptions& options) {
   at::NoGradGuard no_grad;
@@ -96,7 +101,7 @@ double sum_with_aten(const std::vector<at::Tensor>& terms, const at::Tensor& int
     }
     if (options.divisor != 1) sum.div_(options.divisor);
     auto result = into.narrow(0, begin, size).copy_(sum);
-    if (options.squares) squares += result.to(at::kDouble).square_().sum().item<double>();
+    if (options.squares) squares += squares_with_aten(result);
   }
   return squares;
 }

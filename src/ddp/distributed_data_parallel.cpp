@@ -14,7 +14,7 @@
 #include <unordered_set>
 
 #include "comm/agreement.h"
-#include "comm/who.h"
+#include "launch/who.h"
 
 namespace shardstep {
 namespace {

@@ -5,7 +5,7 @@
 #include <exception>
 #include <utility>
 
-#include "comm/who.h"
+#include "launch/who.h"
 
 namespace shardstep {
 namespace {

@@ -15,6 +15,7 @@
 
 #include "launch/launch_environment.h"
 #include "launch/process_group_backends.h"
+#include "launch/who.h"
 
 namespace shardstep {
 namespace {
@@ -82,22 +83,21 @@ ProcessGroupPtr make_launched_group(const detail::LaunchEnvironment& launch,
     throw;
   } catch (const std::exception& error) {
     TORCH_CHECK(launch.world_size == 1, "shardstep: expected ", launch.world_size,
-                " ranks to meet at ", meeting_place(launch), ", got: ", error.what(), " (rank ",
-                launch.rank, " of ", launch.world_size, ")");
+                " ranks to meet at ", meeting_place(launch), ", got: ", error.what(),
+                detail::who(launch.rank, launch.world_size));
     throw;
   }
 }
 
 void check_ranks(const std::vector<int>& ranks, int rank, int size) {
   TORCH_CHECK_VALUE(!ranks.empty(), "shardstep: expected at least one rank for a new group, got ",
-                    "none (rank ", rank, " of ", size, ")");
+                    "none", detail::who(rank, size));
   std::set<int> seen;
   for (int member : ranks) {
     TORCH_CHECK_VALUE(member >= 0 && member < size, "shardstep: expected ranks from 0 to ",
-                      size - 1, " for a new group, got ", member, " (rank ", rank, " of ", size,
-                      ")");
+                      size - 1, " for a new group, got ", member, detail::who(rank, size));
     TORCH_CHECK_VALUE(seen.insert(member).second, "shardstep: expected every rank of a new group ",
-                      "once, got ", member, " twice (rank ", rank, " of ", size, ")");
+                      "once, got ", member, " twice", detail::who(rank, size));
   }
 }
 
@@ -117,7 +117,7 @@ void check_same_ranks(const StorePtr& store, const std::vector<int>& ranks, int 
     auto theirs = store->get_to_str(key(other));
     TORCH_CHECK_VALUE(theirs == first, "shardstep: expected the same ranks for a new group on ",
                       "every rank, got ", first, " on rank 0 and ", theirs, " on rank ", other,
-                      " (rank ", rank, " of ", size, ")");
+                      detail::who(rank, size));
   }
 }
 
@@ -129,12 +129,12 @@ ProcessGroupPtr make_process_group(const StorePtr& store, int rank, int size,
                     "shardstep: expected a rank from 0 to size - 1, got rank ", rank, " and size ",
                     size);
   TORCH_CHECK_VALUE(options.timeout().count() > 0, "shardstep: expected a positive timeout, got ",
-                    options.timeout().count(), " ms (rank ", rank, " of ", size, ")");
+                    options.timeout().count(), " ms", detail::who(rank, size));
   auto backend = options.backend();
   if (backend.empty()) backend = detail::nccl_is_usable() ? "nccl" : "gloo";
   TORCH_CHECK_VALUE(backend == "gloo" || backend == "nccl",
-                    "shardstep: expected backend \"gloo\", \"nccl\" or \"\", got \"", backend,
-                    "\" (rank ", rank, " of ", size, ")");
+                    "shardstep: expected backend \"gloo\", \"nccl\" or \"\", got \"", backend, "\"",
+                    detail::who(rank, size));
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
   if (backend == "nccl") {
     auto nccl_store = c10::make_intrusive<c10d::PrefixStore>("nccl", store);
@@ -152,9 +152,8 @@ ProcessGroupPtr init_process_group(const ProcessGroupOptions& options) {
   auto& current = default_group();
   std::lock_guard lock(current.mutex);
   TORCH_CHECK(!current.group, "shardstep: expected init_process_group() to be called once, got a ",
-              "second call; use default_process_group(), or destroy_process_group() first (rank ",
-              current.group ? current.group->getRank() : 0, " of ",
-              current.group ? current.group->getSize() : 0, ")");
+              "second call; use default_process_group(), or destroy_process_group() first",
+              current.group ? detail::who(current.group) : "");
   current.group =
       make_launched_group(detail::read_launch_environment(environment_variable), options);
   return current.group;

@@ -5,12 +5,17 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "launch/who.h"
 #include "shard/bucket.h"
 
 namespace shardstep {
 namespace {
 
 constexpr int kUsedTag = 0xfffd;  // buckets count from 0
+
+// What is said of a parameter's gradients since the last step.
+constexpr uint8_t kUsed = 1;
+constexpr uint8_t kUnfit = 2;  // one was not of the parameter that was added
 
 // All elements of a gradient in the parameter's memory order.
 at::Tensor flat_gradient(const at::Tensor& param) {
@@ -56,8 +61,16 @@ void GradientReducer::add_bucket(std::vector<ReducedParam> params, ReductionOpti
       options.numel[slice.rank] += slice.elements.size();
     }
   }
+  bucket.tensor = options.tensor;
   bucket.reduction = exchange_.make_reduction(options);
   follow_params();
+}
+
+void GradientReducer::forget_buckets_from(size_t first) {
+  for (size_t b = first; b < buckets_.size(); ++b) {
+    for (auto& param : buckets_[b]->params) unwatch(param);
+  }
+  if (first < buckets_.size()) buckets_.resize(first);
 }
 
 void GradientReducer::follow_params() {
@@ -97,15 +110,11 @@ void GradientReducer::on_gradient(Bucket& bucket, Watched& param) {
   take_sums();
 }
 
-// Those that are there. Gradients live until they are added up, so a rank that is far ahead of what
-// the others and the network can do waits a little; not for ever, since another may have its
-// buckets in another order and wait for this one.
+// Those that are there. Nothing is waited for: another rank may use other parameters, and post
+// these only when its backward pass ends.
 void GradientReducer::take_sums() {
-  constexpr size_t kAhead = 3;
-  constexpr std::chrono::milliseconds kNone{0}, kPatience{50};
   for (size_t i = 0; i < under_way_.size();) {
-    const bool ahead = i == 0 && under_way_.size() > kAhead;
-    if (under_way_[i]->reduction->ready(ahead ? kPatience : kNone)) {
+    if (under_way_[i]->reduction->ready(std::chrono::milliseconds(0))) {
       take_sum(*under_way_[i]);
     } else {
       ++i;
@@ -164,13 +173,16 @@ void GradientReducer::post(Bucket& bucket) {
   for (auto& [reduced, trainable, ready, accumulator, hook] : bucket.params) {
     at::Tensor flat;
     if (reduced.param.grad().defined()) {
-      flat = flat_gradient(reduced.param);
-      used_here_[reduced.index] = 1;
+      const bool fits = reduced.param.scalar_type() == bucket.tensor.dtype() &&
+                        reduced.param.device() == bucket.tensor.device() &&
+                        reduced.param.numel() == reduced.numel();
+      used_here_[reduced.index] |= fits ? kUsed : kUnfit;
+      if (fits) flat = flat_gradient(reduced.param).to(bucket.tensor.dtype());
     }
     for (const auto& [param, rank, elements, in_bucket, offset] : reduced.slices) {
       if (elements.empty()) continue;
       parts[rank].push_back(flat.defined() ? flat.narrow(0, elements.begin, elements.size())
-                                           : at::zeros({elements.size()}, reduced.param.options()));
+                                           : at::zeros({elements.size()}, bucket.tensor));
     }
     reduced.param.mutable_grad().reset();
   }
@@ -205,15 +217,15 @@ std::optional<double> GradientReducer::squares() const {
   return total;
 }
 
-bool GradientReducer::finish() {
+bool GradientReducer::finish(const std::function<void()>& before_sums) {
   const std::lock_guard lock(mutex_);
   if (finished_) return false;
+  follow_params();
   if (in_round_) end_round();
   for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
     if ((*bucket)->rounds == 0 && (*bucket)->has_trainable()) post(**bucket);
   }
-  while (!under_way_.empty()) take_sum(*under_way_.front());
-
+  before_sums();
   Parts flags(world_size_);
   for (auto& part : flags) {
     part = {at::empty({static_cast<int64_t>(used_here_.size())}, at::kByte)};
@@ -225,6 +237,14 @@ bool GradientReducer::finish() {
     const auto* flag = part[0].const_data_ptr<uint8_t>();
     for (size_t i = 0; i < used_.size(); ++i) used_[i] |= flag[i];
   }
+  for (size_t i = 0; i < used_.size(); ++i) {
+    TORCH_CHECK_VALUE(!(used_[i] & kUnfit), "shardstep: expected the gradient of parameter ", i,
+                      " to have the dtype, device and size of the parameter that the optimizer was "
+                      "given, got another in a backward pass; make a new optimizer after changing "
+                      "the model",
+                      detail::who(rank_, world_size_));
+  }
+  while (!under_way_.empty()) take_sum(*under_way_.front());
   finished_ = true;
   return true;
 }

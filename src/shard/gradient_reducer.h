@@ -30,6 +30,12 @@ struct ReducedParam {
   int64_t index = 0;  // across groups
   at::Tensor param;
   std::vector<Slice> slices;
+
+  int64_t numel() const {
+    int64_t numel = 0;
+    for (const auto& slice : slices) numel += slice.elements.size();
+    return numel;
+  }
 };
 
 class SHARDSTEP_API GradientReducer {
@@ -44,6 +50,9 @@ class SHARDSTEP_API GradientReducer {
   // Watches the gradients of a bucket's parameters from here on. Collective.
   void add_bucket(std::vector<ReducedParam> params, ReductionOptions options);
 
+  // Forgets the buckets from number `first` on. REQUIRES: no rounds since they were added.
+  void forget_buckets_from(size_t first);
+
   // Parameters that were unfrozen get watched, frozen ones are not waited for. Collective: call it
   // between backward passes.
   void follow_params();
@@ -52,9 +61,10 @@ class SHARDSTEP_API GradientReducer {
   void set_sync(bool sync) { sync_ = sync; }
   bool sync() const { return sync_; }
 
-  // Ends the rounds since the last step. Afterwards sum() and used() may be asked. Says whether
-  // there was anything to end. Collective.
-  bool finish();
+  // Ends the rounds since the last step. Afterwards sum() and used() may be asked. Calls
+  // `before_sums` when this rank has posted everything. Says whether there was anything to end.
+  // Collective.
+  bool finish(const std::function<void()>& before_sums);
 
   // From the next round on, squares are added up with the gradients.
   void want_squares() { want_squares_ = true; }
@@ -83,9 +93,10 @@ class SHARDSTEP_API GradientReducer {
   struct Bucket {
     std::vector<Watched> params;
     std::unique_ptr<Reduction> reduction;
-    size_t waiting_for = 0;  // parameters whose gradients this round lacks
-    bool posted = false;     // in this round
-    int rounds = 0;          // since the last step
+    at::TensorOptions tensor;  // dtype and device of what is added up
+    size_t waiting_for = 0;    // parameters whose gradients this round lacks
+    bool posted = false;       // in this round
+    int rounds = 0;            // since the last step
     at::Tensor sum;
     bool sum_is_lent = false;       // by the reduction
     std::optional<double> squares;  // of the sum

@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
 #include <numeric>
 
 namespace shardstep {
@@ -29,11 +28,10 @@ Partition::Partition(Sharding sharding, int world_size, int64_t bucket_cap_bytes
   TORCH_CHECK_VALUE(world_size > 0, "shardstep: expected a world size above 0, got ", world_size);
   TORCH_CHECK_VALUE(bucket_cap_bytes >= 0, "shardstep: expected a bucket cap of 0 or more bytes, ",
                     "got ", bucket_cap_bytes);
-  assigned_.resize(world_size);
   owned_.resize(world_size);
 }
 
-// Largest first, each to the rank that has the fewest elements so far.
+// Largest first, each to the rank that has the fewest elements of its pool so far.
 std::vector<int> Partition::assign_owners(const std::vector<ParamSpec>& group) {
   std::vector<size_t> order(group.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -41,9 +39,11 @@ std::vector<int> Partition::assign_owners(const std::vector<ParamSpec>& group) {
                    [&](size_t a, size_t b) { return group[a].numel > group[b].numel; });
   std::vector<int> owners(group.size());
   for (size_t i : order) {
-    auto least = std::min_element(assigned_.begin(), assigned_.end());
+    auto& assigned = assigned_[group[i].pool];
+    assigned.resize(world_size_);
+    auto least = std::min_element(assigned.begin(), assigned.end());
     *least += group[i].numel;
-    owners[i] = static_cast<int>(least - assigned_.begin());
+    owners[i] = static_cast<int>(least - assigned.begin());
   }
   return owners;
 }
@@ -133,6 +133,16 @@ void Partition::add_bucket(const std::vector<Member>& members) {
     }
   }
   buckets_.push_back(std::move(layout));
+}
+
+std::vector<const Slice*> Partition::owned(int rank) const {
+  std::vector<const Slice*> slices;
+  for (const auto& group : owned_[rank]) {
+    for (const auto& slice : group) slices.push_back(&slice);
+  }
+  std::stable_sort(slices.begin(), slices.end(),
+                   [](const Slice* a, const Slice* b) { return a->bucket < b->bucket; });
+  return slices;
 }
 
 int64_t Partition::owned_elements(int rank) const {

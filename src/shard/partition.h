@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "shardstep/export.h"
@@ -19,6 +20,8 @@ struct ParamSpec {
   int64_t numel = 0;
   int64_t element_size = 1;
   int64_t kind = 0;
+  // By parameter: every rank gets as even a share as can be of the elements of each pool.
+  int64_t pool = 0;
 };
 
 // A parameter's place in a bucket.
@@ -65,6 +68,8 @@ class SHARDSTEP_API Partition {
 
   // What `rank` owns of a group, in order of assignment.
   const std::vector<Slice>& owned(int rank, size_t group) const { return owned_[rank][group]; }
+  // What `rank` owns of all groups, bucket by bucket.
+  std::vector<const Slice*> owned(int rank) const;
   // The owners of a parameter, in order of rank. Never empty: a zero-size parameter has one owner.
   const std::vector<Slice>& slices(int64_t param) const { return slices_[param]; }
   // How many elements `rank` owns.
@@ -84,7 +89,7 @@ class SHARDSTEP_API Partition {
   int world_size_;
   int64_t bucket_cap_bytes_;
   size_t group_count_ = 0;
-  std::vector<int64_t> assigned_;  // elements per rank, by parameter
+  std::map<int64_t, std::vector<int64_t>> assigned_;  // [pool][rank]: elements, by parameter
   std::vector<BucketLayout> buckets_;
   std::vector<std::vector<std::vector<Slice>>> owned_;  // [rank][group]
   std::vector<std::vector<Slice>> slices_;              // [param]

@@ -1,10 +1,10 @@
 #include "shard/shard_engine.h"
 
 #include <algorithm>
-#include <cmath>
+#include <utility>
 
 #include "comm/agreement.h"
-#include "comm/who.h"
+#include "launch/who.h"
 
 namespace shardstep {
 namespace {
@@ -13,13 +13,6 @@ namespace {
 constexpr int kPartialTag = 0x8000;
 constexpr int kReduceTag = 0xc000;
 constexpr int kMeetTag = 0xfffb;
-constexpr int kLendTag = 0xfffc;
-
-std::string describe(const at::Tensor& param) {
-  return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
-                  param.strides(), " on ", param.device().type(),
-                  param.requires_grad() ? "" : ", frozen");
-}
 
 void check_param(const at::Tensor& param, size_t index) {
   TORCH_CHECK_VALUE(param.defined(), "shardstep: expected parameter ", index,
@@ -66,13 +59,12 @@ void check_one_dtype(const std::vector<at::Tensor>& params) {
   }
 }
 
-int64_t cap_bytes(const EngineOptions& options) {
-  // Gradients of a bucket live until all of them are there.
-  constexpr double kStage2 = 25;
-  const double mb = options.bucket_cap_mb.value_or(options.stage == 2 ? kStage2 : 0);
-  TORCH_CHECK_VALUE(mb >= 0 && std::isfinite(mb),
-                    "shardstep: expected bucket_cap_mb of 0 or more, got ", mb);
-  return static_cast<int64_t>(std::ceil(mb * 1024 * 1024));
+// By parameter, in place, the plain optimizer would follow whatever becomes of a parameter.
+detail::FixedLayout fixed_layout(const EngineOptions& options) {
+  const bool by_element = options.sharding == Sharding::kElement;
+  return {
+      .dtype_and_shape = by_element || options.stage2 || options.storage == BucketStorage::kFlat,
+      .memory_order = by_element};
 }
 
 }  // namespace
@@ -80,30 +72,10 @@ int64_t cap_bytes(const EngineOptions& options) {
 ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
     : group_(std::move(group)),
       options_(options),
-      partition_(options.sharding, group_->getSize(), cap_bytes(options)) {
-  check_options();
-  if (options_.share_parameters) options_.storage = BucketStorage::kFlat;
-}
-
-void ShardEngine::check_options() const {
-  const auto where = detail::who(group_);
-  TORCH_CHECK_VALUE(options_.stage == 1 || options_.stage == 2,
-                    "shardstep: expected stage 1 or 2, got ", options_.stage, where);
-  TORCH_CHECK_VALUE(options_.stage == 1 || !options_.overlap,
-                    "shardstep: expected stage 1 with overlap_with_ddp, got stage 2, which reduces "
-                    "the gradients itself and needs no DDP",
-                    where);
-  const auto only_stage_2 = [&](bool given, const char* name) {
-    TORCH_CHECK_VALUE(!given || options_.stage == 2, "shardstep: expected stage 2 with ", name,
-                      ", got stage 1", where);
-  };
-  only_stage_2(options_.share_parameters, "share_parameters");
-  only_stage_2(options_.overlap_forward, "overlap_forward");
-  only_stage_2(options_.gradient_dtype.has_value(), "gradient_dtype");
-  TORCH_CHECK_VALUE(!options_.gradient_dtype || *options_.gradient_dtype == at::kBFloat16 ||
-                        *options_.gradient_dtype == at::kHalf,
-                    "shardstep: expected gradient_dtype to be bfloat16 or float16, got ",
-                    *options_.gradient_dtype, where);
+      partition_(options.sharding, group_->getSize(), detail::bucket_cap_bytes(options)),
+      agreement_(group_, fixed_layout(options)) {
+  detail::check_options(options_, group_);
+  if (share_parameters()) options_.storage = BucketStorage::kFlat;
 }
 
 int64_t ShardEngine::kind_of(const at::Tensor& param) {
@@ -117,71 +89,111 @@ int64_t ShardEngine::kind_of(const at::Tensor& param) {
   return found - kinds_.begin();
 }
 
+// What the ranks must agree on about groups, in words.
+std::vector<std::string> ShardEngine::describe_groups(
+    const std::vector<EngineGroup>& groups) const {
+  std::vector<at::Tensor> all = params_;
+  std::vector<std::string> lines{detail::describe(options_)};
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const size_t index = group_count() + g;
+    lines.push_back(c10::str("group ", index, ": ", groups[g].description));
+    for (size_t i = 0; i < groups[g].params.size(); ++i) {
+      const auto& param = groups[g].params[i];
+      check_param(param, all.size());
+      lines.push_back(
+          c10::str("parameter ", i, " of group ", index, ": ", detail::describe_param(param)));
+      all.push_back(param);
+    }
+  }
+  TORCH_CHECK_VALUE(!all.empty(), "shardstep: expected parameters to optimize, got none");
+  if (options_.sharding == Sharding::kParameter) check_one_dtype(all);
+  check_no_overlap(all);
+  return lines;
+}
+
 void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
                              const std::exception_ptr& error) {
   auto failure = error;
-  std::vector<at::Tensor> all = params_;
   std::vector<std::string> lines;
-  if (!failure) {
-    try {
-      lines.push_back(c10::str(
-          "sharding by ", options_.sharding == Sharding::kElement ? "element" : "parameter",
-          ", flat ", options_.storage == BucketStorage::kFlat, ", exchange ",
-          static_cast<int>(options_.exchange), ", bucket cap ", cap_bytes(options_),
-          " bytes, overlap ", options_.overlap, ", stage ", options_.stage, ", shared parameters ",
-          options_.share_parameters, ", overlap_forward ", options_.overlap_forward,
-          ", gradient_dtype ",
-          options_.gradient_dtype ? c10::toString(*options_.gradient_dtype) : "none"));
-      for (size_t g = 0; g < groups.size(); ++g) {
-        const size_t index = group_count() + g;
-        lines.push_back(c10::str("group ", index, ": ", groups[g].description));
-        for (size_t i = 0; i < groups[g].params.size(); ++i) {
-          const auto& param = groups[g].params[i];
-          check_param(param, all.size());
-          lines.push_back(c10::str("parameter ", i, " of group ", index, ": ", describe(param)));
-          all.push_back(param);
-        }
-      }
-      TORCH_CHECK_VALUE(!all.empty(), "shardstep: expected parameters to optimize, got none");
-      if (options_.sharding == Sharding::kParameter) check_one_dtype(all);
-      check_no_overlap(all);
-    } catch (...) {
-      failure = std::current_exception();
-    }
+  try {
+    if (!failure) lines = describe_groups(groups);
+  } catch (...) {
+    failure = std::current_exception();
   }
   wait();
   const int64_t channel = detail::agree(group_, lines, failure);
-  if (!exchange_ && world_size() > 1) {
-    exchange_ = make_exchange(
-        group_, {.kind = options_.exchange, .device = all.front().device(), .channel = channel});
-    if (options_.share_parameters && std::string(exchange_->name()) != "shared_memory") {
-      const std::string name = exchange_->name();
-      exchange_.reset();
-      TORCH_CHECK_VALUE(false,
-                        "shardstep: expected ranks that share memory with share_parameters, got "
-                        "exchange \"",
-                        name, "\"", detail::who(group_));
-    }
+  const Partition before = partition_;
+  try {
+    adopt(groups, channel);
+  } catch (...) {
+    failure = std::current_exception();
   }
+  try {
+    // Also because memory that is shared can be opened only while whoever made it is there.
+    detail::tell_every_rank(group_, failure);
+  } catch (...) {
+    forget_since(before);
+    throw;
+  }
+}
 
+void ShardEngine::adopt(const std::vector<EngineGroup>& groups, int64_t channel) {
+  const size_t known = params_.size();
   std::vector<std::vector<ParamSpec>> specs;
   for (const auto& group : groups) {
     auto& spec = specs.emplace_back();
     for (const auto& param : group.params) {
-      spec.push_back({param.numel(), param.element_size(), kind_of(param)});
+      // In stage 1, by parameter, the division is torch's.
+      const bool apart = options_.stage2 && !param.requires_grad();
+      spec.push_back({param.numel(), param.element_size(), kind_of(param), apart});
+      params_.push_back(param);
       trainable_.push_back(param.requires_grad());
+      agreement_.add(param);
     }
   }
-  const size_t known = params_.size();
-  params_ = std::move(all);
+  connect(channel);
   partition_.add_groups(specs);
   const size_t first = buckets_.size();
-  if (options_.stage == 2 && exchange_) broadcast_params(known);
+  if (options_.stage2 && exchange_) broadcast_params(known);
   build_new_buckets();
-  if (options_.stage == 2 && exchange_) reduce_new_buckets(first);
-  // Memory that is shared can be opened as long as who made it is there.
-  if (options_.stage == 2) meet();
+  if (options_.stage2 && exchange_) reduce_new_buckets(first);
   for (size_t group = local_.size(); group < group_count(); ++group) add_local_params(group);
+}
+
+void ShardEngine::forget_since(const Partition& before) {
+  const size_t params = before.param_count(), buckets = before.buckets().size();
+  if (options_.storage == BucketStorage::kFlat) {
+    for (size_t i = params; i < params_.size(); ++i) {
+      params_[i].set_data(params_[i].detach().clone());
+    }
+  }
+  if (reducer_) reducer_->forget_buckets_from(buckets);
+  const auto shorten = [](auto& items, size_t size) {
+    if (items.size() > size)
+      items.erase(items.begin() + static_cast<std::ptrdiff_t>(size), items.end());
+  };
+  shorten(params_, params);
+  shorten(trainable_, params);
+  shorten(places_, params);
+  shorten(local_places_, params);
+  shorten(buckets_, buckets);
+  shorten(active_, buckets);
+  shorten(parts_, buckets);
+  shorten(arriving_, buckets);
+  shorten(local_, before.group_count());
+  agreement_.forget_from(params);
+  partition_ = before;
+}
+
+void ShardEngine::connect(int64_t channel) {
+  if (exchange_ || world_size() == 1) return;
+  auto exchange = make_exchange(
+      group_, {.kind = options_.exchange, .device = params_.front().device(), .channel = channel});
+  TORCH_CHECK_VALUE(!share_parameters() || std::string(exchange->name()) == "shared_memory",
+                    "shardstep: expected ranks that share memory with share_parameters, got "
+                    "exchange \"",
+                    exchange->name(), "\"", detail::who(group_));
+  exchange_ = std::move(exchange);
 }
 
 void ShardEngine::build_new_buckets() {
@@ -195,7 +207,7 @@ void ShardEngine::build_new_buckets() {
     }
     // Every rank writes the same values into shared memory.
     at::Tensor shared;
-    if (options_.share_parameters && exchange_) {
+    if (share_parameters() && exchange_) {
       shared =
           exchange_->make_shared(layout.numel(), params.front().options().requires_grad(false));
     }
@@ -235,14 +247,14 @@ void ShardEngine::reduce_new_buckets(size_t first) {
       params.push_back({index, params_[index], partition_.slices(index)});
     }
     const auto tensor = buckets_[b].params().front().options().requires_grad(false);
-    const bool narrows = options_.gradient_dtype && tensor.dtype().itemsize() > 2 &&
+    const auto& gradient_dtype = options_.stage2->gradient_dtype;
+    const bool narrows = gradient_dtype && tensor.dtype().itemsize() > 2 &&
                          buckets_[b].params().front().is_floating_point();
-    reducer_->add_bucket(std::move(params),
-                         {.numel = {},
-                          .tensor = tensor,
-                          .wire = narrows ? options_.gradient_dtype : std::nullopt,
-                          .tag = static_cast<int>(b),
-                          .divisor = static_cast<double>(world_size())});
+    reducer_->add_bucket(std::move(params), {.numel = {},
+                                             .tensor = tensor,
+                                             .wire = narrows ? gradient_dtype : std::nullopt,
+                                             .tag = static_cast<int>(b),
+                                             .divisor = static_cast<double>(world_size())});
   }
 }
 
@@ -273,9 +285,8 @@ void ShardEngine::follow_params() {
     trainable_[i] = params_[i].requires_grad();
   }
   if (flipped) {
-    TORCH_WARN(
-        "shardstep: requires_grad of a parameter changed; the buckets are built again (rank ",
-        rank(), " of ", world_size(), ")");
+    TORCH_WARN("shardstep: requires_grad of a parameter changed; the buckets are built again",
+               detail::who(group_));
   }
   std::vector<bool> moved;
   for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -290,7 +301,6 @@ void ShardEngine::follow_params() {
       active_[b] = std::move(active);
     }
   }
-  if (reducer_) reducer_->follow_params();
   if (!aliased()) return;
   for (auto& group : local_) {
     for (auto& local : group) {
@@ -309,8 +319,7 @@ void ShardEngine::set_gradient(LocalParam& local, const at::Tensor& gradient) {
   }
   TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
                     "shardstep: expected a dense gradient for parameter ", local.index, ", got ",
-                    gradient.layout(), "; sharding by parameter takes it (rank ", rank(), " of ",
-                    world_size(), ")");
+                    gradient.layout(), "; sharding by parameter takes it", detail::who(group_));
   local.tensor.mutable_grad() = flat_view(in_order_of(params_[local.index], gradient))
                                     .narrow(0, local.elements.begin, local.elements.size());
 }
@@ -324,8 +333,7 @@ void ShardEngine::drop_gradients() {
 }
 
 // Sums lie in the order of the bucket's slots.
-bool ShardEngine::set_reduced_gradients() {
-  const bool anew = reducer_->finish();
+void ShardEngine::set_reduced_gradients() {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     int64_t offset = 0;
     for (const auto& slot : buckets_[b].layout().slots) {
@@ -340,7 +348,6 @@ bool ShardEngine::set_reduced_gradients() {
       offset += elements.size();
     }
   }
-  return anew;
 }
 
 void ShardEngine::set_sync(bool sync) {
@@ -353,109 +360,25 @@ void ShardEngine::drop_sums() {
   if (reducer_) reducer_->reset();
 }
 
-std::vector<at::Tensor> ShardEngine::local_gradients() const {
-  std::vector<at::Tensor> gradients;
-  for (const auto& group : local_) {
-    for (const auto& local : group) {
-      if (local.tensor.grad().defined()) gradients.push_back(local.tensor.grad());
-    }
-  }
-  return gradients;
+void ShardEngine::check_stage_2(const char* what) const {
+  TORCH_CHECK_VALUE(options_.stage2, "shardstep: expected stage 2 for ", what,
+                    "; in stage 1 gradients are whole, use torch's own", detail::who(group_));
 }
 
-// Over the ranks, by rank.
-std::vector<double> ShardEngine::of_all_ranks(double value) const {
-  if (!exchange_) return {value};
-  std::vector<double> values;
-  for (const auto& one : detail::all_gather(group_, at::full({1}, value, at::kDouble))) {
-    values.push_back(one.item<double>());
-  }
-  return values;
-}
-
-void ShardEngine::lend_gradients(bool has_gradients) {
-  if (!exchange_ || options_.stage != 1) return;
-  const auto has = of_all_ranks(has_gradients ? 1 : 0);
-  const auto lender = std::find(has.begin(), has.end(), 1) - has.begin();
-  if (lender == world_size()) return;
-  for (int borrower = 0; borrower < world_size(); ++borrower) {
-    if (has[borrower] == 0) lend_gradients(static_cast<int>(lender), borrower);
-  }
-}
-
-void ShardEngine::lend_gradients(int from, int to) {
-  if (rank() != from && rank() != to) return;
-  at::NoGradGuard no_grad;
-  const auto slices = owned_slices(to);
-  const auto device = detail::control_device(group_);
-  auto given = at::zeros({static_cast<int64_t>(slices.size())}, at::kByte);
-  for (size_t i = 0; i < slices.size(); ++i) {
-    given[static_cast<int64_t>(i)] = params_[slices[i]->param].grad().defined();
-  }
-  given = given.to(device);
-  exchange_->transfer({given}, from, to, kLendTag)->wait();
-  given = given.cpu();
-  std::vector<at::Tensor> parts;
-  for (size_t i = 0; i < slices.size(); ++i) {
-    const auto& param = params_[slices[i]->param];
-    auto& gradient = param.mutable_grad();
-    if (given[static_cast<int64_t>(i)].item<uint8_t>() == 0) {
-      gradient.reset();
-      continue;
-    }
-    TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided,
-                      "shardstep: expected dense gradients with Join, got ", gradient.layout(),
-                      detail::who(group_));
-    if (rank() == to && !gradient.defined()) gradient = at::zeros_like(param);
-    gradient = in_order_of(param, gradient);
-    parts.push_back(
-        flat_view(gradient).narrow(0, slices[i]->elements.begin, slices[i]->elements.size()));
-  }
-  exchange_->transfer(parts, from, to, kLendTag)->wait();
-}
-
-double ShardEngine::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  check_stage_2("clip_grad_norm_");
-  at::NoGradGuard no_grad;
-  const bool largest = std::isinf(norm_type);
-  const auto merge = [&](double a, double b) {
-    return !largest ? a + b : std::isnan(a) || a > b ? a : b;
-  };
+OwnedGradients ShardEngine::owned_gradients(bool want_squares) {
+  check_stage_2("owned_gradients");
+  OwnedGradients owned;
   const bool anew = take_gradients();
-  const auto gradients = local_gradients();
-  std::optional<double> known;
-  if (reducer_ && norm_type == 2) {
-    if (anew) known = reducer_->squares();
+  if (reducer_ && want_squares) {
+    if (anew) owned.squares = reducer_->squares();
     reducer_->want_squares();  // who asks once asks again
   }
-  double own = known.value_or(0);
-  for (const auto& gradient : gradients) {
-    if (known || gradient.numel() == 0) continue;
-    const auto norm = at::norm(gradient, norm_type).item<double>();
-    own = merge(own, largest ? norm : std::pow(norm, norm_type));
+  for (const auto& group : local_) {
+    for (const auto& local : group) {
+      if (local.tensor.grad().defined()) owned.tensors.push_back(local.tensor.grad());
+    }
   }
-  double total = 0;
-  for (double value : of_all_ranks(own)) total = merge(total, value);
-  if (!largest) total = std::pow(total, 1 / norm_type);
-  TORCH_CHECK(!error_if_nonfinite || std::isfinite(total),
-              "shardstep: expected gradients with a finite norm, got ", total, detail::who(group_));
-  const double factor = max_norm / (total + 1e-6);
-  if (!(factor >= 1)) {
-    for (at::Tensor gradient : gradients) gradient.mul_(factor);
-  }
-  return total;
-}
-
-void ShardEngine::clip_grad_value(double clip_value) {
-  check_stage_2("clip_grad_value_");
-  at::NoGradGuard no_grad;
-  take_gradients();
-  for (at::Tensor gradient : local_gradients()) gradient.clamp_(-clip_value, clip_value);
-}
-
-void ShardEngine::check_stage_2(const char* what) const {
-  TORCH_CHECK_VALUE(options_.stage == 2, "shardstep: expected stage 2 for ", what,
-                    "; in stage 1 gradients are whole, use torch's own", detail::who(group_));
+  return owned;
 }
 
 // As the reduction does where there are other ranks.
@@ -484,32 +407,65 @@ std::unique_ptr<Pending> ShardEngine::reduce_to_owners(const std::vector<ParamGr
 }
 
 bool ShardEngine::take_gradients() {
+  wait();
+  const bool anew = finish_reduction();
   follow_params();
-  if (reducer_) return set_reduced_gradients();
-  if (!aliased()) return false;
-  for (auto& group : local_) {
-    for (auto& local : group) set_gradient(local, params_[local.index].grad());
+  if (reducer_) {
+    set_reduced_gradients();
+  } else if (aliased()) {
+    for (auto& group : local_) {
+      for (auto& local : group) set_gradient(local, params_[local.index].grad());
+    }
   }
+  return anew;
+}
+
+bool ShardEngine::finish_reduction() {
+  if (!exchange_) {
+    agreement_.check_here(params_);
+    return false;
+  }
+  const auto compare = [this] { agreement_.compare(*exchange_, params_); };
+  if (reducer_ && reducer_->finish(compare)) return true;
+  compare();
   return false;
 }
 
 void ShardEngine::before_step() {
-  wait();
+  phase_ = Phase::kComparing;
   take_gradients();
   // Nobody may still look at parameters that change here.
-  if (options_.share_parameters) meet();
+  if (share_parameters()) meet();
+  phase_ = Phase::kUpdating;
+}
+
+void ShardEngine::fail_step(const std::exception_ptr& error) {
+  const auto phase = std::exchange(phase_, Phase::kOutside);
+  // Whatever before_step throws, it throws on every rank.
+  if (!exchange_ || phase == Phase::kComparing) return;
+  agreement_.fail(error);
+  try {
+    if (phase == Phase::kUpdating) {
+      after_step();
+    } else {
+      take_gradients();
+    }
+  } catch (const std::exception&) {
+    // The caller throws what came first.
+  }
 }
 
 void ShardEngine::after_step() {
+  phase_ = Phase::kOutside;
   drop_sums();
   if (!exchange_) {
-    if (options_.stage == 2) drop_param_gradients();
+    if (options_.stage2) drop_param_gradients();
     return;
   }
   at::NoGradGuard no_grad;
-  if (options_.share_parameters) {
+  if (share_parameters()) {
     meet();
-  } else if (options_.overlap_forward) {
+  } else if (options_.stage2 && options_.stage2->overlap_forward) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
       arriving_[b] = exchange_->all_gather(parts_[b], static_cast<int>(b));
     }
@@ -532,6 +488,7 @@ void ShardEngine::wait() {
 
 void ShardEngine::before_partial_step(const std::vector<ParamGradient>& gradients) {
   TORCH_INTERNAL_ASSERT(options_.overlap);
+  agreement_.check_here(params_);
   follow_params();
   for (const auto& [index, gradient] : gradients) {
     if (const auto place = local_places_[index]) {

@@ -7,7 +7,6 @@
 // Thread safety: one thread at a time. Destruction does not communicate.
 
 #include <exception>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,31 +14,14 @@
 
 #include "comm/exchange.h"
 #include "shard/bucket.h"
+#include "shard/engine_options.h"
 #include "shard/gradient_reducer.h"
+#include "shard/param_agreement.h"
 #include "shard/partition.h"
 #include "shardstep/export.h"
 #include "shardstep/process_group.h"
 
 namespace shardstep {
-
-struct EngineOptions {
-  // 1: gradients arrive whole. 2: the engine adds them up, and each rank keeps what it owns.
-  int stage = 1;
-  Sharding sharding = Sharding::kParameter;
-  BucketStorage storage = BucketStorage::kInPlace;
-  ExchangeKind exchange = ExchangeKind::kAuto;
-  // 0: one bucket per dtype and device. Unset: that in stage 1, small ones in stage 2.
-  std::optional<double> bucket_cap_mb;
-  // The update runs inside the backward pass, some parameters at a time.
-  bool overlap = false;
-  // Stage 2: one copy of the parameters for all ranks, which share memory. No rank may change them
-  // by itself.
-  bool share_parameters = false;
-  // Stage 2: after_step returns at once, and parameters are there when wait() returns.
-  bool overlap_forward = false;
-  // Stage 2: what wider gradients are rounded to, to travel; they are added up in their own dtype.
-  std::optional<at::ScalarType> gradient_dtype;
-};
 
 // Parameters and, in words, everything else that ranks must agree on about them.
 struct EngineGroup {
@@ -60,15 +42,13 @@ struct ParamGradient {
   at::Tensor gradient;
 };
 
-// A value of a parameter's optimizer state: a tensor, or bytes that only the caller understands.
-struct StateValue {
-  std::string name;
-  at::Tensor tensor;
-  std::string bytes;
+// Stage 2: the gradients of what this rank owns.
+struct OwnedGradients {
+  std::vector<at::Tensor> tensors;  // the local optimizer's; what changes them changes the step
+  // Of all elements of all ranks' sums that this rank owns, added up; unset if that takes another
+  // pass over them.
+  std::optional<double> squares;
 };
-using ParamState = std::vector<StateValue>;
-// By parameter index across groups.
-using EngineState = std::map<int64_t, ParamState>;
 
 class SHARDSTEP_API ShardEngine {
  public:
@@ -83,7 +63,8 @@ class SHARDSTEP_API ShardEngine {
   size_t group_count() const { return partition_.group_count(); }
   // What this rank owns of a group.
   const std::vector<LocalParam>& local_params(size_t group) const { return local_[group]; }
-  // Parameter by index across groups.
+  // Parameters by index across groups.
+  const std::vector<at::Tensor>& params() const { return params_; }
   const at::Tensor& param(int64_t index) const { return params_[index]; }
   int64_t param_count() const { return partition_.param_count(); }
   const Partition& partition() const { return partition_; }
@@ -95,15 +76,15 @@ class SHARDSTEP_API ShardEngine {
   // different tags may come in any order.
   std::unique_ptr<Pending> reduce_to_owners(const std::vector<ParamGradient>& gradients, int tag);
 
-  // Stage 1: ranks without gradients of this step get what they own of them from one that has. So a
-  // rank that has joined can make its share of the step. Collective.
-  void lend_gradients(bool has_gradients);
-
   // Hands gradients to the local parameters. Call it when the gradients are final. Collective in
   // stage 2.
   void before_step();
   // Sends what this rank owns to every other and receives the rest. Collective.
   void after_step();
+  // Ends the step of a rank whose update, or closure, has thrown, so that no other rank is left
+  // waiting. They hear of it at once if they wait for this rank's gradients, else at the next step.
+  // Collective, as the rest of the step would be.
+  void fail_step(const std::exception_ptr& error);
   // With overlap_forward: returns when these parameters have arrived, or all. Nothing else needs
   // it: the next backward pass and every collective call wait by themselves.
   void wait(const std::vector<int64_t>& params);
@@ -115,29 +96,26 @@ class SHARDSTEP_API ShardEngine {
   bool sync() const { return !reducer_ || reducer_->sync(); }
   // Stage 2: forgets the gradients since the last step.
   void drop_sums();
-  // Stage 2: scales the gradients down to a norm over all of them of at most max_norm, and returns
-  // what it was, the same on every rank. `norm_type` may be infinite. Collective.
-  double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
-  // Stage 2. Collective.
-  void clip_grad_value(double clip_value);
+  // Stage 2: ends the averaging over the ranks and gives what this rank owns. `want_squares` asks
+  // for squares, from the next call on. Collective.
+  OwnedGradients owned_gradients(bool want_squares);
 
-  // The same for some parameters, whose gradients are given: the local optimizer sees no others.
+  // before_step for some parameters, whose gradients are given: the local optimizer sees no others.
   // REQUIRES: the overlap option.
   void before_partial_step(const std::vector<ParamGradient>& gradients);
   // Starts sending what changed. Ranks agree on the parameters and the tag; steps with different
   // tags may come in any order. Collective.
   std::unique_ptr<Pending> after_partial_step(const std::vector<ParamGradient>& gradients, int tag);
 
-  // The state of all ranks on rank `to`, whole and on the CPU; empty elsewhere. Tensors go to `to`
-  // alone, a bucket at a time. Collective.
-  EngineState gather_state(const EngineState& local, int to);
-  // This rank's share of a whole state, copied to the parameters' devices and dtypes.
-  EngineState cut_state(const EngineState& whole) const;
-
   const ProcessGroupPtr& process_group() const { return group_; }
   int rank() const { return group_->getRank(); }
   int world_size() const { return group_->getSize(); }
   const EngineOptions& options() const { return options_; }
+  int stage() const { return options_.stage2 ? 2 : 1; }
+  // Throws ValueError in stage 1, naming what was called.
+  void check_stage_2(const char* what) const;
+  // Null in a group of one.
+  Exchange* exchange() const { return exchange_.get(); }
   // What went over the wire so far; nothing in a group of one.
   Traffic traffic() const { return exchange_ ? exchange_->traffic() : Traffic{}; }
   // "native", "pairwise", "shared_memory", or "none" in a group of one.
@@ -153,35 +131,40 @@ class SHARDSTEP_API ShardEngine {
     size_t position;
   };
   int64_t kind_of(const at::Tensor& param);
-  void check_options() const;
+  std::vector<std::string> describe_groups(const std::vector<EngineGroup>& groups) const;
+  void adopt(const std::vector<EngineGroup>& groups, int64_t channel);
+  void forget_since(const Partition& before);
+  void connect(int64_t channel);
   void broadcast_params(size_t first);
   void build_new_buckets();
   void reduce_new_buckets(size_t first);
   void meet();
-  bool set_reduced_gradients();
+  // Ends the rounds of stage 2, if any, and compares the parameters over the ranks.
+  bool finish_reduction();
+  void set_reduced_gradients();
   // Says whether gradients were added up since the last call.
   bool take_gradients();
   void drop_param_gradients();
-  std::vector<at::Tensor> local_gradients() const;
-  std::vector<double> of_all_ranks(double value) const;
-  void lend_gradients(int from, int to);
-  void check_stage_2(const char* what) const;
   void add_local_params(size_t group);
   void follow_params();
   // Whether local parameters are tensors of the engine's own.
   bool aliased() const {
-    return options_.sharding == Sharding::kElement || options_.overlap || options_.stage == 2;
+    return options_.sharding == Sharding::kElement || options_.overlap || options_.stage2;
   }
+  bool share_parameters() const { return options_.stage2 && options_.stage2->share_parameters; }
   at::Tensor local_view(int64_t param, Range elements) const;
   // Adds each owner's part of a tensor that lies in memory as the parameter does.
   void append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const;
   void set_gradient(LocalParam& local, const at::Tensor& gradient);
   void drop_gradients();
-  std::vector<const Slice*> owned_slices(int rank) const;
 
   ProcessGroupPtr group_;
   EngineOptions options_;
+  // Where in a step this rank is.
+  enum class Phase { kOutside, kComparing, kUpdating };
+  Phase phase_ = Phase::kOutside;
   Partition partition_;
+  detail::ParamAgreement agreement_;
   std::unique_ptr<Exchange> exchange_;  // null in a group of one
   std::vector<at::Tensor> params_;      // by index across groups
   std::vector<std::string> kinds_;

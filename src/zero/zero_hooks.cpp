@@ -6,8 +6,8 @@
 #include <deque>
 
 #include "comm/exchange.h"
-#include "comm/who.h"
 #include "ddp/overlapped_step.h"
+#include "launch/who.h"
 #include "shard/shard_engine.h"
 
 namespace shardstep {

@@ -1,11 +1,12 @@
 #include "shardstep/zero_redundancy_optimizer.h"
 
-#include <torch/serialize.h>
+#include <torch/optim/lbfgs.h>
 
 #include <unordered_set>
 
 #include "checkpoint/checkpointer.h"
-#include "comm/who.h"
+#include "launch/who.h"
+#include "shard/gradient_clipping.h"
 #include "shard/shard_engine.h"
 
 namespace shardstep {
@@ -27,17 +28,18 @@ void drop_repeats(std::vector<at::Tensor>& params) {
   });
 }
 
-EngineOptions engine_options(const ZeroOptions& options) {
-  return {.stage = options.stage(),
+EngineOptions engine_options(const ZeroOptions& options, const ProcessGroupPtr& group) {
+  return {.stage2 = stage2_options(options.stage(),
+                                   {.share_parameters = options.share_parameters(),
+                                    .overlap_forward = options.overlap_forward(),
+                                    .gradient_dtype = options.gradient_dtype()},
+                                   group),
           .sharding = options.sharding(),
           .storage =
               options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
           .exchange = options.exchange(),
           .bucket_cap_mb = options.bucket_cap_mb(),
-          .overlap = options.overlap_with_ddp(),
-          .share_parameters = options.share_parameters(),
-          .overlap_forward = options.overlap_forward(),
-          .gradient_dtype = options.gradient_dtype()};
+          .overlap = options.overlap_with_ddp()};
 }
 
 std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerOptions& options) {
@@ -48,36 +50,9 @@ std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerO
   return text.str();
 }
 
-// IValues that are not tensors travel as bytes.
-std::string to_bytes(const c10::IValue& value) {
-  const auto bytes = torch::pickle_save(value);
-  return {bytes.begin(), bytes.end()};
-}
-
-c10::IValue from_bytes(const std::string& bytes) {
-  return torch::pickle_load(std::vector<char>(bytes.begin(), bytes.end()));
-}
-
-ParamState to_engine(const NamedValues& values) {
-  ParamState state;
-  for (const auto& item : values) {
-    const auto& value = item.value();
-    if (value.isTensor()) {
-      state.push_back({item.key(), value.toTensor(), {}});
-    } else {
-      state.push_back({item.key(), {}, to_bytes(value)});
-    }
-  }
-  return state;
-}
-
-NamedValues from_engine(const ParamState& state) {
-  NamedValues values;
-  for (const auto& value : state) {
-    values.insert(value.name,
-                  value.tensor.defined() ? c10::IValue(value.tensor) : from_bytes(value.bytes));
-  }
-  return values;
+std::unique_ptr<ShardEngine> make_engine(const ZeroOptions& options) {
+  const auto group = options.process_group() ? options.process_group() : default_process_group();
+  return std::make_unique<ShardEngine>(group, engine_options(options, group));
 }
 
 class StepHook : public JoinHook {
@@ -95,9 +70,7 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup
                                                  LocalOptimizer local, const ZeroOptions& options)
     : Optimizer(std::vector<OptimizerParamGroup>{}, local.defaults->clone()),
       local_(std::move(local)),
-      engine_(std::make_unique<ShardEngine>(
-          options.process_group() ? options.process_group() : default_process_group(),
-          engine_options(options))),
+      engine_(make_engine(options)),
       checkpointer_(std::make_unique<Checkpointer>(*engine_)) {
   add_groups(std::move(param_groups));
 }
@@ -129,7 +102,12 @@ void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups
     TORCH_CHECK_VALUE(
         local_.elementwise || engine_->options().sharding == Sharding::kParameter,
         "shardstep: expected an element-wise optimizer when sharding by element, got ", local_.name,
-        ", which needs whole parameters; shard by parameter");
+        ", which needs whole parameters; shard by parameter, or set `elementwise` if each "
+        "element's update depends on nothing but that element");
+    TORCH_CHECK_VALUE(
+        dynamic_cast<const torch::optim::LBFGSOptions*>(local_.defaults.get()) == nullptr,
+        "shardstep: expected an optimizer that updates each parameter by itself, got LBFGS, whose "
+        "step depends on the gradients of all parameters at once");
     for (auto& group : groups) {
       for (const auto& param : group.params()) {
         TORCH_CHECK_VALUE(param.defined(),
@@ -203,8 +181,8 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   if (overlap_with_ddp()) {
     TORCH_WARN(
         "shardstep: step() does nothing with overlap_with_ddp: the hook of zero_hooks.h updates "
-        "the parameters inside the backward pass (rank ",
-        rank(), " of ", world_size(), ")");
+        "the parameters inside the backward pass",
+        detail::who(process_group()));
     return {};
   }
   // A closure's forward announces itself, and joined ranks must shadow it before this step.
@@ -212,21 +190,28 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   adopt_new_groups(nullptr);
   consolidated_.reset();
   push_options();
-  engine_->before_step();
-  at::Tensor loss;
-  if (closure) {
-    loss = optim_->step([&] {
-      auto value = closure();
-      engine_->before_step();
-      return value;
-    });
-    Join::notify_join_context(*this);
-  } else {
-    loss = optim_->step();
-  }
+  const auto loss = update_own(closure);
+  if (closure) Join::notify_join_context(*this);
   pull_options();
   engine_->after_step();
   return loss;
+}
+
+at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
+  try {
+    if (!closure) {
+      engine_->before_step();
+      return optim_->step();
+    }
+    return optim_->step([&] {
+      auto loss = closure();
+      engine_->before_step();
+      return loss;
+    });
+  } catch (...) {
+    engine_->fail_step(std::current_exception());
+    throw;
+  }
 }
 
 void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
@@ -244,12 +229,12 @@ ZeroRedundancyOptimizer::NoSync::~NoSync() { engine_.set_sync(before_); }
 double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type,
                                                 bool error_if_nonfinite) {
   adopt_new_groups(nullptr);
-  return engine_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
+  return clip_grad_norm(*engine_, max_norm, norm_type, error_if_nonfinite);
 }
 
 void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) {
   adopt_new_groups(nullptr);
-  engine_->clip_grad_value(clip_value);
+  clip_grad_value(*engine_, clip_value);
 }
 
 // Those that this optimizer has.
@@ -269,9 +254,8 @@ std::unique_ptr<Pending> ZeroRedundancyOptimizer::reduce_to_owners(
 }
 
 void ZeroRedundancyOptimizer::update(const ParamsAndGradients& gradients, int tag) {
-  TORCH_CHECK_VALUE(overlap_with_ddp(),
-                    "shardstep: expected an optimizer with overlap_with_ddp (rank ", rank(), " of ",
-                    world_size(), ")");
+  TORCH_CHECK_VALUE(overlap_with_ddp(), "shardstep: expected an optimizer with overlap_with_ddp",
+                    detail::who(process_group()));
   adopt_new_groups(nullptr);
   consolidated_.reset();
   const auto known = by_index(gradients);
@@ -296,151 +280,5 @@ std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&)
 }
 
 at::Device ZeroRedundancyOptimizer::join_device() const { return engine_->param(0).device(); }
-
-// By parameter index; parameters without state are absent.
-std::map<int64_t, NamedValues> ZeroRedundancyOptimizer::read_local_state() const {
-  const auto& states = std::as_const(*optim_).state();
-  std::map<int64_t, NamedValues> local;
-  for (size_t g = 0; g < engine_->group_count(); ++g) {
-    for (const auto& param : engine_->local_params(g)) {
-      const auto found = states.find(param.tensor.unsafeGetTensorImpl());
-      if (found == states.end()) continue;
-      auto values = local_.read_state(*found->second);
-      if (!values.is_empty()) local.emplace(param.index, std::move(values));
-    }
-  }
-  return local;
-}
-
-std::optional<StateDict> ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
-  wait();
-  adopt_new_groups(nullptr);
-  consolidated_.reset();
-  EngineState local;
-  for (const auto& [index, values] : read_local_state()) local[index] = to_engine(values);
-  const auto whole = engine_->gather_state(local, to);
-  if (rank() == to) consolidated_ = whole_state_dict(whole);
-  return consolidated_;
-}
-
-StateDict ZeroRedundancyOptimizer::whole_state_dict(const EngineState& state) const {
-  StateDict dict;
-  for (const auto& [index, values] : state) dict.state.emplace(index, from_engine(values));
-  int64_t index = 0;
-  for (const auto& group : param_groups_) {
-    auto& out = dict.param_groups.emplace_back();
-    out.options = local_.read_options(group.options());
-    for (size_t i = 0; i < group.params().size(); ++i) out.params.push_back(index++);
-  }
-  return dict;
-}
-
-const StateDict& ZeroRedundancyOptimizer::state_dict() const {
-  TORCH_CHECK(consolidated_.has_value(),
-              "shardstep: expected a consolidated state, got none on this rank: call "
-              "consolidate_state_dict(to) on all ranks, after the last step, and state_dict() on "
-              "rank `to` (rank ",
-              rank(), " of ", world_size(), ")");
-  return *consolidated_;
-}
-
-void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
-  wait();
-  const auto where = detail::who(process_group());
-  TORCH_CHECK_VALUE(dict.param_groups.size() == param_groups_.size(), "shardstep: expected ",
-                    param_groups_.size(), " param groups, got ", dict.param_groups.size(), where);
-
-  // Everything that can fail comes first, on copies. Positions in the file need not be ours.
-  GroupOptions options;
-  std::map<int64_t, int64_t> positions;
-  int64_t next = 0;
-  for (size_t g = 0; g < param_groups_.size(); ++g) {
-    const auto& group = dict.param_groups[g];
-    const size_t count = param_groups_[g].params().size();
-    TORCH_CHECK_VALUE(group.params.size() == count, "shardstep: expected ", count,
-                      " parameters in group ", g, ", got ", group.params.size(), where);
-    for (int64_t index : group.params) positions.emplace(index, next++);
-    options.push_back(param_groups_[g].options().clone());
-    local_.write_options(group.options, *options.back());
-  }
-  EngineState whole;
-  for (const auto& [index, values] : dict.state) {
-    const auto position = positions.find(index);
-    TORCH_CHECK_VALUE(position != positions.end(),
-                      "shardstep: expected state of parameters that a ", "group lists, got index ",
-                      index, where);
-    const auto& param = engine_->param(position->second);
-    for (const auto& item : values) {
-      if (!local_.elementwise || !item.value().isTensor()) continue;
-      const auto& tensor = item.value().toTensor();
-      TORCH_CHECK_VALUE(tensor.dim() == 0 || tensor.sizes() == param.sizes(),
-                        "shardstep: expected ", item.key(), " of parameter ", position->second,
-                        " with sizes ", param.sizes(), ", got ", tensor.sizes(), where);
-    }
-    whole.emplace(position->second, to_engine(values));
-  }
-  const auto own = engine_->cut_state(whole);
-  ParamStates states;
-  for (size_t g = 0; g < engine_->group_count(); ++g) {
-    for (const auto& param : engine_->local_params(g)) {
-      const auto found = own.find(param.index);
-      if (found == own.end()) continue;
-      states.emplace_back(param.tensor.unsafeGetTensorImpl(),
-                          local_.write_state(from_engine(found->second)));
-    }
-  }
-
-  take(options, states);
-}
-
-void ZeroRedundancyOptimizer::take(const GroupOptions& options, ParamStates& states) {
-  for (size_t g = 0; g < param_groups_.size(); ++g) {
-    local_.assign_options(*options[g], param_groups_[g].options());
-  }
-  push_options();
-  optim_->state().clear();
-  for (auto& [key, state] : states) optim_->state()[key] = std::move(state);
-  consolidated_.reset();
-}
-
-// A plain optimizer over the whole parameters, without state.
-std::unique_ptr<torch::optim::Optimizer> ZeroRedundancyOptimizer::make_plain() const {
-  auto plain = local_.make(param_groups_);
-  plain->state().clear();
-  return plain;
-}
-
-void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
-  const auto& dict = state_dict();
-  auto plain = make_plain();
-  for (const auto& [index, values] : dict.state) {
-    plain->state()[engine_->param(index).unsafeGetTensorImpl()] = local_.write_state(values);
-  }
-  plain->save(archive);
-}
-
-void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
-  auto plain = make_plain();
-  plain->load(archive);
-  StateDict dict = whole_state_dict({});
-  for (size_t g = 0; g < dict.param_groups.size(); ++g) {
-    dict.param_groups[g].options = local_.read_options(plain->param_groups()[g].options());
-  }
-  for (int64_t index = 0; index < engine_->param_count(); ++index) {
-    const auto found = plain->state().find(engine_->param(index).unsafeGetTensorImpl());
-    if (found != plain->state().end()) dict.state.emplace(index, local_.read_state(*found->second));
-  }
-  load_state_dict(dict);
-}
-
-int64_t ZeroRedundancyOptimizer::local_state_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& [index, values] : read_local_state()) {
-    for (const auto& item : values) {
-      if (item.value().isTensor()) bytes += static_cast<int64_t>(item.value().toTensor().nbytes());
-    }
-  }
-  return bytes;
-}
 
 }  // namespace shardstep

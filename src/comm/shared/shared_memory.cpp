@@ -12,7 +12,7 @@
 #include <random>
 
 #include "comm/agreement.h"
-#include "comm/who.h"
+#include "launch/who.h"
 
 namespace shardstep::detail {
 namespace {

@@ -97,6 +97,15 @@ TEST(Partition, ByParameterCarriesSizesAcrossGroups) {
   check(partition, {10, 4, 3, 2, 2});
 }
 
+TEST(Partition, ByParameterDividesEveryPoolByItself) {
+  Partition partition(Sharding::kParameter, 2);
+  std::vector<ParamSpec> group{{1000, 4, 0, /*pool=*/1}};
+  for (int i = 0; i < 8; ++i) group.push_back({10, 4, 0, /*pool=*/0});
+  partition.add_groups({group});
+  EXPECT_EQ(partition.owned_elements(0), 1040);
+  EXPECT_EQ(partition.owned_elements(1), 40);
+}
+
 TEST(Partition, ByElementCutsThroughParameters) {
   Partition partition(Sharding::kElement, 2);
   partition.add_groups({specs({3, 50})});

@@ -1,8 +1,10 @@
+#include "shard/state_transfer.h"
+
 #include <algorithm>
 #include <cstring>
 
 #include "comm/agreement.h"
-#include "shard/shard_engine.h"
+#include "launch/who.h"
 #include "shard/state_layout.h"
 
 namespace shardstep {
@@ -111,7 +113,7 @@ Catalogue decode(std::string bytes) {
   return catalogue;
 }
 
-Entry describe(const StateValue& value, bool cut) {
+Entry entry_of(const StateValue& value, bool cut) {
   Entry entry{.name = value.name, .bytes = value.bytes, .sizes = {}};
   if (!value.tensor.defined()) return entry;
   entry.dtype = value.tensor.scalar_type();
@@ -160,7 +162,7 @@ Catalogue catalogue_of(const Slices& slices, const EngineState& local, Sharding 
     for (const auto& value : found->second) {
       const bool cut =
           value.tensor.defined() && detail::is_cut(value.tensor, slices[i]->elements, sharding);
-      catalogue[i].entries.push_back(describe(value, cut));
+      catalogue[i].entries.push_back(entry_of(value, cut));
     }
   }
   return catalogue;
@@ -267,72 +269,64 @@ void copy_all(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>
   }
 }
 
-}  // namespace
-
-// What a rank owns, bucket by bucket.
-std::vector<const Slice*> ShardEngine::owned_slices(int rank) const {
-  Slices slices;
-  for (size_t group = 0; group < group_count(); ++group) {
-    for (const auto& slice : partition_.owned(rank, group)) slices.push_back(&slice);
+// A copy of the slice's part of a state tensor, or of all of it if it is not like the parameter.
+at::Tensor cut_tensor(const ShardEngine& engine, const Slice& slice, const std::string& name,
+                      const at::Tensor& whole) {
+  const auto& param = engine.param(slice.param);
+  if (!detail::like_param(name, whole.sizes(), param)) return whole.clone();
+  auto ordered = in_order_of(param, whole);
+  if (engine.options().sharding == Sharding::kElement) {
+    ordered = flat_view(ordered).narrow(0, slice.elements.begin, slice.elements.size());
   }
-  std::stable_sort(slices.begin(), slices.end(),
-                   [](const Slice* a, const Slice* b) { return a->bucket < b->bucket; });
-  return slices;
+  return ordered.to(ordered.options().device(param.device()), false, /*copy=*/true);
 }
 
-EngineState ShardEngine::gather_state(const EngineState& local, int to) {
-  TORCH_CHECK_VALUE(0 <= to && to < world_size(), "shardstep: expected a rank from 0 to ",
-                    world_size() - 1, " to gather the state on, got ", to, " (rank ", rank(),
-                    " of ", world_size(), ")");
+}  // namespace
+
+EngineState gather_state(const ShardEngine& engine, const EngineState& local, int to) {
+  TORCH_CHECK_VALUE(0 <= to && to < engine.world_size(), "shardstep: expected a rank from 0 to ",
+                    engine.world_size() - 1, " to gather the state on, got ", to,
+                    detail::who(engine.process_group()));
   at::NoGradGuard no_grad;
-  const auto own_slices = owned_slices(rank());
-  const auto own = catalogue_of(own_slices, local, options_.sharding);
-  const auto catalogues =
-      exchange_ ? gather_catalogues(*exchange_, group_, own, to) : std::vector<Catalogue>{own};
+  const auto own_slices = engine.partition().owned(engine.rank());
+  const auto own = catalogue_of(own_slices, local, engine.options().sharding);
+  Exchange* const exchange = engine.exchange();
+  const auto catalogues = exchange ? gather_catalogues(*exchange, engine.process_group(), own, to)
+                                   : std::vector<Catalogue>{own};
   std::vector<Slices> slices;
-  for (size_t r = 0; r < catalogues.size(); ++r)
-    slices.push_back(owned_slices(static_cast<int>(r)));
+  for (size_t r = 0; r < catalogues.size(); ++r) {
+    slices.push_back(engine.partition().owned(static_cast<int>(r)));
+  }
 
   EngineState whole;
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    const auto sent = outgoing(params_, own_slices, own, local, b);
+  for (size_t b = 0; b < engine.buckets().size(); ++b) {
+    const auto sent = outgoing(engine.params(), own_slices, own, local, b);
     Parts targets, received;
     for (size_t r = 0; r < catalogues.size(); ++r) {
-      targets.push_back(places(params_, slices[r], catalogues[r], whole, b));
-      received.push_back(landing(targets[r], buckets_[b].params().front().device()));
+      targets.push_back(places(engine.params(), slices[r], catalogues[r], whole, b));
+      received.push_back(landing(targets[r], engine.buckets()[b].params().front().device()));
     }
-    if (exchange_) exchange_->gather(sent, received, to, static_cast<int>(b))->wait();
+    if (exchange) exchange->gather(sent, received, to, static_cast<int>(b))->wait();
     for (size_t r = 0; r < targets.size(); ++r) {
-      copy_all(static_cast<int>(r) == rank() ? sent : received[r], targets[r]);
+      copy_all(static_cast<int>(r) == engine.rank() ? sent : received[r], targets[r]);
     }
   }
   return whole;
 }
 
-EngineState ShardEngine::cut_state(const EngineState& whole) const {
+EngineState cut_state(const ShardEngine& engine, const EngineState& whole) {
   at::NoGradGuard no_grad;
   EngineState own;
-  for (const auto& group : local_) {
-    for (const auto& local : group) {
-      const auto found = whole.find(local.index);
-      if (found == whole.end()) continue;
-      const auto& param = params_[local.index];
-      auto& state = own[local.index];
-      for (const auto& value : found->second) {
-        StateValue cut{value.name, {}, value.bytes};
-        if (value.tensor.defined() && detail::like_param(value.name, value.tensor.sizes(), param)) {
-          const auto dtype = detail::state_dtype(value.tensor.scalar_type(), param);
-          auto ordered = in_order_of(param, value.tensor.detach());
-          if (options_.sharding == Sharding::kElement) {
-            ordered = flat_view(ordered).narrow(0, local.elements.begin, local.elements.size());
-          }
-          cut.tensor = ordered.to(ordered.options().dtype(dtype).device(param.device()), false,
-                                  /*copy=*/true);
-        } else if (value.tensor.defined()) {
-          cut.tensor = value.tensor.detach().clone();
-        }
-        state.push_back(std::move(cut));
+  for (const auto* slice : engine.partition().owned(engine.rank())) {
+    const auto found = whole.find(slice->param);
+    if (found == whole.end()) continue;
+    auto& state = own[slice->param];
+    for (const auto& value : found->second) {
+      StateValue cut{value.name, {}, value.bytes};
+      if (value.tensor.defined()) {
+        cut.tensor = cut_tensor(engine, *slice, value.name, value.tensor.detach());
       }
+      state.push_back(std::move(cut));
     }
   }
   return own;

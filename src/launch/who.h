@@ -10,8 +10,12 @@
 
 namespace shardstep::detail {
 
+inline std::string who(int rank, int world_size) {
+  return c10::str(" (rank ", rank, " of ", world_size, ")");
+}
+
 inline std::string who(const ProcessGroupPtr& group) {
-  return c10::str(" (rank ", group->getRank(), " of ", group->getSize(), ")");
+  return who(group->getRank(), group->getSize());
 }
 
 }  // namespace shardstep::detail

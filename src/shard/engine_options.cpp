@@ -1,0 +1,60 @@
+#include "shard/engine_options.h"
+
+#include <cmath>
+
+#include "launch/who.h"
+
+namespace shardstep {
+
+std::optional<Stage2Options> stage2_options(int stage, const Stage2Options& given,
+                                            const ProcessGroupPtr& group) {
+  const auto where = detail::who(group);
+  TORCH_CHECK_VALUE(stage == 1 || stage == 2, "shardstep: expected stage 1 or 2, got ", stage,
+                    where);
+  if (stage == 2) return given;
+  const auto refuse_if = [&](bool is_given, const char* name) {
+    TORCH_CHECK_VALUE(!is_given, "shardstep: expected stage 2 with ", name, ", got stage 1", where);
+  };
+  refuse_if(given.share_parameters, "share_parameters");
+  refuse_if(given.overlap_forward, "overlap_forward");
+  refuse_if(given.gradient_dtype.has_value(), "gradient_dtype");
+  return std::nullopt;
+}
+
+namespace detail {
+
+void check_options(const EngineOptions& options, const ProcessGroupPtr& group) {
+  if (!options.stage2) return;
+  TORCH_CHECK_VALUE(!options.overlap,
+                    "shardstep: expected stage 1 with overlap_with_ddp, got stage 2, which reduces "
+                    "the gradients itself and needs no DDP",
+                    who(group));
+  const auto& dtype = options.stage2->gradient_dtype;
+  TORCH_CHECK_VALUE(!dtype || *dtype == at::kBFloat16 || *dtype == at::kHalf,
+                    "shardstep: expected gradient_dtype to be bfloat16 or float16, got ", *dtype,
+                    who(group));
+}
+
+int64_t bucket_cap_bytes(const EngineOptions& options) {
+  // Gradients of a bucket live until all of them are there.
+  constexpr double kStage2 = 25;
+  const double mb = options.bucket_cap_mb.value_or(options.stage2 ? kStage2 : 0);
+  TORCH_CHECK_VALUE(mb >= 0 && std::isfinite(mb),
+                    "shardstep: expected bucket_cap_mb of 0 or more, got ", mb);
+  return static_cast<int64_t>(std::ceil(mb * 1024 * 1024));
+}
+
+std::string describe(const EngineOptions& options) {
+  auto text = c10::str(
+      "sharding by ", options.sharding == Sharding::kElement ? "element" : "parameter", ", flat ",
+      options.storage == BucketStorage::kFlat, ", exchange ", static_cast<int>(options.exchange),
+      ", bucket cap ", bucket_cap_bytes(options), " bytes, overlap ", options.overlap);
+  if (!options.stage2) return text + ", stage 1";
+  const auto& [share_parameters, overlap_forward, gradient_dtype] = *options.stage2;
+  return c10::str(text, ", stage 2, shared parameters ", share_parameters, ", overlap_forward ",
+                  overlap_forward, ", gradient_dtype ",
+                  gradient_dtype ? c10::toString(*gradient_dtype) : "none");
+}
+
+}  // namespace detail
+}  // namespace shardstep
