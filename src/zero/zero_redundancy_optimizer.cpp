@@ -1,5 +1,6 @@
 #include "shardstep/zero_redundancy_optimizer.h"
 
+#include <torch/optim/lbfgs.h>
 #include <torch/serialize.h>
 
 #include <unordered_set>
@@ -7,6 +8,7 @@
 #include "checkpoint/checkpointer.h"
 #include "comm/who.h"
 #include "shard/shard_engine.h"
+#include "shard/state_matching.h"
 
 namespace shardstep {
 namespace {
@@ -99,6 +101,7 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup
           options.process_group() ? options.process_group() : default_process_group(),
           engine_options(options))),
       checkpointer_(std::make_unique<Checkpointer>(*engine_)) {
+  local_.elementwise = local_.elementwise || options.elementwise();
   add_groups(std::move(param_groups));
 }
 
@@ -128,8 +131,11 @@ void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups
   try {
     TORCH_CHECK_VALUE(
         local_.elementwise || engine_->options().sharding == Sharding::kParameter,
-        "shardstep: expected an element-wise optimizer when sharding by element, got ", local_.name,
-        ", which needs whole parameters; shard by parameter");
+        "shardstep: expected an optimizer that is known to be element-wise when sharding by "
+        "element, got ",
+        local_.name,
+        "; if its update of an element depends on nothing but that element's gradient and state, "
+        "say elementwise(true); otherwise shard by parameter");
     for (auto& group : groups) {
       for (const auto& param : group.params()) {
         TORCH_CHECK_VALUE(param.defined(),
@@ -181,6 +187,11 @@ void ZeroRedundancyOptimizer::adopt_new_groups(std::exception_ptr error) {
   }
   if (!optim_) {
     optim_ = local_.make(std::move(added));
+    TORCH_CHECK_VALUE(dynamic_cast<torch::optim::LBFGS*>(optim_.get()) == nullptr,
+                      "shardstep: expected an optimizer that updates each parameter on its own, ",
+                      "got ", local_.name,
+                      ": LBFGS's step depends on the gradients of all parameters at once",
+                      detail::who(process_group()));
   } else {
     for (const auto& group : added) optim_->add_param_group(group);
     push_options();
@@ -211,6 +222,7 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   if (!closure) Join::notify_join_context(*this);
   adopt_new_groups(nullptr);
   consolidated_.reset();
+  may_have_state_ = true;
   push_options();
   engine_->before_step();
   at::Tensor loss;
@@ -274,6 +286,7 @@ void ZeroRedundancyOptimizer::update(const ParamsAndGradients& gradients, int ta
                     world_size(), ")");
   adopt_new_groups(nullptr);
   consolidated_.reset();
+  may_have_state_ = true;
   const auto known = by_index(gradients);
   push_options();
   engine_->before_partial_step(known);
@@ -335,34 +348,40 @@ StateDict ZeroRedundancyOptimizer::whole_state_dict(const EngineState& state) co
   return dict;
 }
 
-const StateDict& ZeroRedundancyOptimizer::state_dict() const {
-  TORCH_CHECK(consolidated_.has_value(),
+StateDict ZeroRedundancyOptimizer::state_dict() const {
+  if (consolidated_) return *consolidated_;
+  TORCH_CHECK(!may_have_state_ && !has_state_from_the_start(),
               "shardstep: expected a consolidated state, got none on this rank: call "
               "consolidate_state_dict(to) on all ranks, after the last step, and state_dict() on "
-              "rank `to` (rank ",
-              rank(), " of ", world_size(), ")");
-  return *consolidated_;
+              "rank `to`",
+              detail::who(process_group()));
+  return whole_state_dict({});
+}
+
+// Whether local optimizers are made with state, as Adagrad is. A rank that owns nothing asks a new
+// one.
+bool ZeroRedundancyOptimizer::has_state_from_the_start() const {
+  if (!std::as_const(*optim_).state().empty() || engine_->partition().owned_elements(rank()) > 0) {
+    return !std::as_const(*optim_).state().empty();
+  }
+  const auto made = local_.make(one_group({at::zeros({1}).set_requires_grad(true)}));
+  return !std::as_const(*made).state().empty();
 }
 
 void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
   wait();
   const auto where = detail::who(process_group());
-  TORCH_CHECK_VALUE(dict.param_groups.size() == param_groups_.size(), "shardstep: expected ",
-                    param_groups_.size(), " param groups, got ", dict.param_groups.size(), where);
 
   // Everything that can fail comes first, on copies. Positions in the file need not be ours.
+  const auto positions =
+      detail::match_params(detail::params_of(dict.param_groups),
+                           detail::params_of(whole_state_dict({}).param_groups), where);
   GroupOptions options;
-  std::map<int64_t, int64_t> positions;
-  int64_t next = 0;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
-    const auto& group = dict.param_groups[g];
-    const size_t count = param_groups_[g].params().size();
-    TORCH_CHECK_VALUE(group.params.size() == count, "shardstep: expected ", count,
-                      " parameters in group ", g, ", got ", group.params.size(), where);
-    for (int64_t index : group.params) positions.emplace(index, next++);
     options.push_back(param_groups_[g].options().clone());
-    local_.write_options(group.options, *options.back());
+    local_.write_options(dict.param_groups[g].options, *options.back());
   }
+  const bool known = local_.elementwise && is_known_elementwise(local_.name);
   EngineState whole;
   for (const auto& [index, values] : dict.state) {
     const auto position = positions.find(index);
@@ -371,11 +390,9 @@ void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
                       index, where);
     const auto& param = engine_->param(position->second);
     for (const auto& item : values) {
-      if (!local_.elementwise || !item.value().isTensor()) continue;
-      const auto& tensor = item.value().toTensor();
-      TORCH_CHECK_VALUE(tensor.dim() == 0 || tensor.sizes() == param.sizes(),
-                        "shardstep: expected ", item.key(), " of parameter ", position->second,
-                        " with sizes ", param.sizes(), ", got ", tensor.sizes(), where);
+      if (!item.value().isTensor()) continue;
+      detail::check_state_shape(item.key(), item.value().toTensor().sizes(), position->second,
+                                param, known, where);
     }
     whole.emplace(position->second, to_engine(values));
   }
@@ -391,6 +408,7 @@ void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
   }
 
   take(options, states);
+  may_have_state_ = !dict.state.empty();
 }
 
 void ZeroRedundancyOptimizer::take(const GroupOptions& options, ParamStates& states) {
