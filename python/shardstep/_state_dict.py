@@ -1,5 +1,6 @@
 """The state as a plain optimizer's dict: gathered on one rank, and loaded by each for itself."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,6 +70,12 @@ class StateDictMethods(ShardedOptimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         ours = [[self._index_of[p] for p in group["params"]] for group in self.param_groups]
         theirs = [list(group["params"]) for group in state_dict["param_groups"]]
+        for key in chain.from_iterable(theirs):
+            if not isinstance(key, int):
+                raise ValueError(
+                    "shardstep: expected parameters by number in the groups of a state dict, got "
+                    f"{key!r} {self._where()}"
+                )
         indices = self.engine.match_params(theirs, ours)
         whole, extra = {}, {}
         for key, values in state_dict["state"].items():
