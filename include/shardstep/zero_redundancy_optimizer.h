@@ -80,6 +80,9 @@ struct ZeroOptions {
   // Stage 2: kBFloat16 or kHalf. Wider gradients are rounded to it and travel at half the width;
   // their owner adds them up in their own dtype.
   TORCH_ARG(std::optional<at::ScalarType>, gradient_dtype);
+  // Says that an optimizer of the user's own is element-wise: its update of an element depends on
+  // nothing but that element's gradient and state. Sharding by element takes no other.
+  TORCH_ARG(bool, elementwise) = false;
 };
 
 using ParamsAndGradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
@@ -152,8 +155,9 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // Gathers the state of all ranks on rank `to`, which gets it back; the others get nothing.
   // It stays available through state_dict() until the next step. Collective.
   std::optional<StateDict> consolidate_state_dict(int to = 0);
-  // What was consolidated here. Throws RuntimeError if nothing was.
-  const StateDict& state_dict() const;
+  // What was consolidated here; without that only as long as no rank has any state. Throws
+  // RuntimeError elsewhere.
+  StateDict state_dict() const;
   // Takes a state dict of a plain optimizer, or one consolidated at any world size; this rank keeps
   // its share. Throws ValueError that names what does not fit, and has changed nothing.
   void load_state_dict(const StateDict& dict);
@@ -213,6 +217,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   void push_options();
   void pull_options();
   std::map<int64_t, NamedValues> read_local_state() const;
+  bool has_state_from_the_start() const;
   StateDict whole_state_dict(const std::map<int64_t, std::vector<StateValue>>& state) const;
   // Makes these the options and the whole state.
   void take(const GroupOptions& options, ParamStates& states);
@@ -223,6 +228,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   std::unique_ptr<Checkpointer> checkpointer_;
   std::unique_ptr<torch::optim::Optimizer> optim_;
   std::optional<StateDict> consolidated_;
+  bool may_have_state_ = false;  // on any rank, besides what local optimizers are made with
   std::unordered_map<const void*, int64_t> index_of_;  // by the parameter's TensorImpl
   std::vector<std::unique_ptr<Pending>> arriving_;     // what update() sent
 };

@@ -264,14 +264,15 @@ void save(Checkpointer& checkpointer, const std::string& directory, const py::di
 
 py::dict load(Checkpointer& checkpointer, const std::string& directory,
               const py::list& param_groups, const std::vector<std::string>& names,
-              const PyModule& module, bool elementwise, const std::optional<std::string>& failed) {
+              const PyModule& module, bool known_elementwise,
+              const std::optional<std::string>& failed) {
   CheckpointTarget target;
   auto error = error_of(failed);
   if (!error) {
     try {
       target = {.param_groups = groups_from_python(param_groups),
                 .names = names,
-                .elementwise = elementwise,
+                .known_elementwise = known_elementwise,
                 .module = module_of(module)};
     } catch (...) {
       error = std::current_exception();
@@ -307,8 +308,8 @@ void bind_checkpointer(py::module_& module) {
              return std::make_pair(progress.written, progress.total);
            })
       .def("load", wrap_pybind_function(load), py::arg("directory"), py::kw_only(),
-           py::arg("param_groups"), py::arg("names"), py::arg("module"), py::arg("elementwise"),
-           py::arg("error"))
+           py::arg("param_groups"), py::arg("names"), py::arg("module"),
+           py::arg("known_elementwise"), py::arg("error"))
       .def("share", wrap_pybind_function_no_gil(
                         [](const Checkpointer& c, const std::optional<std::string>& error) {
                           c.share(error_of(error));

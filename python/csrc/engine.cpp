@@ -4,9 +4,11 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings.h"
+#include "launch/who.h"
 #include "shard/gradient_clipping.h"
 #include "shard/gradient_lending.h"
 #include "shard/shard_engine.h"
+#include "shard/state_matching.h"
 #include "shard/state_transfer.h"
 
 namespace shardstep::python {
@@ -200,6 +202,20 @@ void bind_engine(py::module_& module) {
           wrap_pybind_function([](ShardEngine& engine, bool sync) { engine.set_sync(sync); }))
       .def("gather_state", wrap_pybind_function(gather_state))
       .def("cut_state", wrap_pybind_function(cut_state))
+      .def("match_params",
+           wrap_pybind_function([](const ShardEngine& engine, const detail::GroupParams& saved,
+                                   const detail::GroupParams& ours) {
+             return detail::match_params(saved, ours, detail::who(engine.process_group()));
+           }),
+           py::arg("saved"), py::arg("ours"))
+      .def("check_state_shape",
+           wrap_pybind_function([](const ShardEngine& engine, const std::string& key,
+                                   const std::vector<int64_t>& shape, int64_t index,
+                                   bool known_elementwise) {
+             detail::check_state_shape(key, shape, index, engine.param(index), known_elementwise,
+                                       detail::who(engine.process_group()));
+           }),
+           py::arg("key"), py::arg("shape"), py::arg("index"), py::arg("known_elementwise"))
       .def("local_params", [](const ShardEngine& e, size_t group) { return e.local_params(group); })
       .def("owned", [](const ShardEngine& engine, int rank,
                        size_t group) { return engine.partition().owned(rank, group); })

@@ -112,7 +112,7 @@ class CheckpointMethods(ShardedOptimizer):
                 param_groups=self._groups_by_index(),
                 names=names,
                 module=tensors,
-                elementwise=self._is_known_elementwise,
+                known_elementwise=self._is_known_elementwise,
                 error=error,
             )
 

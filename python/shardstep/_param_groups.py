@@ -1,7 +1,7 @@
 """What users hand over as `params`, as param groups."""
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -83,23 +83,6 @@ def _check_parameter(item: Any, position: int, group: int) -> None:
 def options_of(group: ParamGroup) -> ParamGroup:
     """All of a group but its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def match_groups(
-    theirs: Sequence[ParamGroup], ours: Sequence[Sequence[int]], where: str
-) -> dict[int, int]:
-    """What each parameter of theirs is called in ours. Raises ValueError unless the two fit."""
-    if len(theirs) != len(ours):
-        raise ValueError(f"shardstep: expected {len(ours)} param groups, got {len(theirs)} {where}")
-    names: dict[int, int] = {}
-    for number, (group, params) in enumerate(zip(theirs, ours, strict=True)):
-        if len(group["params"]) != len(params):
-            raise ValueError(
-                f"shardstep: expected {len(params)} parameters in group {number}, "
-                f"got {len(group['params'])} {where}"
-            )
-        names.update(zip(group["params"], params, strict=True))
-    return names
 
 
 def unwrapped(optimizer_class: Any) -> tuple[Any, dict[str, Any]]:

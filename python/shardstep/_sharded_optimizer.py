@@ -107,7 +107,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         local_groups = []
         for group, local_group in zip(groups, self.optim.param_groups, strict=True):
             last = first + len(local_group["params"])
-            local_groups.append({**group, "params": list(range(first, last))})
+            # torch looks for every step counter's parameter in here: a list would take it long.
+            local_groups.append({**group, "params": range(first, last)})
             first = last
         own.update(extra or {})
         self.optim.load_state_dict({"state": own, "param_groups": local_groups})

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from shardstep._engine_state import check_divisible
-from shardstep._param_groups import ParamGroup, match_groups, options_of
+from shardstep._param_groups import ParamGroup, options_of
 from shardstep._sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes time to import, and few need it
@@ -51,7 +51,7 @@ class ShardedStateDictMethods(ShardedOptimizer):
         from shardstep._sharded_state import loaded_values
 
         ours = [group["params"] for group in self._groups_by_index()]
-        match_groups(state_dict["param_groups"], ours, self._where())
+        self.engine.match_params([group["params"] for group in state_dict["param_groups"]], ours)
         groups = [options_of(group) for group in state_dict["param_groups"]]
         templates = self._state_templates(groups)
         own = {}

@@ -1,5 +1,6 @@
 """The state as a plain optimizer's dict: gathered on one rank, and loaded by each for itself."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from shardstep._C import Checkpointer
 from shardstep._engine_state import check_divisible, from_engine, to_engine
 from shardstep._errors import telling_every_rank
-from shardstep._param_groups import ParamGroup, match_groups, options_of
+from shardstep._param_groups import ParamGroup, options_of
 from shardstep._sharded_optimizer import ShardedOptimizer
 
 
@@ -68,7 +69,14 @@ class StateDictMethods(ShardedOptimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         ours = [[self._index_of[p] for p in group["params"]] for group in self.param_groups]
-        indices = match_groups(state_dict["param_groups"], ours, self._where())
+        theirs = [list(group["params"]) for group in state_dict["param_groups"]]
+        for key in chain.from_iterable(theirs):
+            if not isinstance(key, int):
+                raise ValueError(
+                    "shardstep: expected parameters by number in the groups of a state dict, got "
+                    f"{key!r} {self._where()}"
+                )
+        indices = self.engine.match_params(theirs, ours)
         whole, extra = {}, {}
         for key, values in state_dict["state"].items():
             if not isinstance(key, int):
@@ -120,29 +128,8 @@ class StateDictMethods(ShardedOptimizer):
         )
 
     def _check_shapes(self, state: dict[int, dict[str, Any]]) -> None:
-        params = self._index_to_param
-        known = self._known_shapes(params)
         for index, values in state.items():
             for name, value in values.items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                expected = known.get(index, {}).get(name)
-                if expected is None and self._is_known_elementwise and value.dim() > 0:
-                    expected = params[index].shape
-                if expected is not None and value.shape != expected:
-                    raise ValueError(
-                        f"shardstep: expected {name} of parameter {index} with shape "
-                        f"{tuple(expected)}, got {tuple(value.shape)} {self._where()}"
-                    )
-
-    def _known_shapes(self, params: list[torch.Tensor]) -> dict[int, dict[str, torch.Size]]:
-        """Shapes of the state that this rank holds of whole parameters."""
-        return {
-            local.index: {
-                name: value.shape
-                for name, value in self.optim.state.get(local.tensor, {}).items()
-                if isinstance(value, torch.Tensor)
-            }
-            for local in self._local
-            if local.tensor.shape == params[local.index].shape
-        }
+                if isinstance(value, torch.Tensor):
+                    shape = list(value.shape)
+                    self.engine.check_state_shape(name, shape, index, self._is_known_elementwise)

@@ -14,6 +14,7 @@
 #include "launch/who.h"
 #include "format/param_group_keys.h"
 #include "shard/state_layout.h"
+#include "shard/state_matching.h"
 
 namespace shardstep {
 namespace {
@@ -220,17 +221,10 @@ NamedValues merged(const NamedValues& current, const NamedValues& saved) {
 // For each of the engine's parameters, its index in the checkpoint. Throws unless the two fit.
 std::vector<int64_t> match(const ShardEngine& engine, const CheckpointIndex& index,
                            const CheckpointTarget& target) {
-  TORCH_CHECK_VALUE(index.param_groups.size() == target.param_groups.size(), "shardstep: expected ",
-                    target.param_groups.size(), " param groups, got ", index.param_groups.size());
-  std::vector<int64_t> saved;
-  for (size_t g = 0; g < index.param_groups.size(); ++g) {
-    const auto& theirs = index.param_groups[g];
-    const auto& ours = target.param_groups[g];
-    TORCH_CHECK_VALUE(theirs.params.size() == ours.params.size(), "shardstep: expected ",
-                      ours.params.size(), " parameters in group ", g, ", got ",
-                      theirs.params.size());
-    saved.insert(saved.end(), theirs.params.begin(), theirs.params.end());
-  }
+  const auto ours_of = detail::match_params(detail::params_of(index.param_groups),
+                                            detail::params_of(target.param_groups), "");
+  std::vector<int64_t> saved(ours_of.size());
+  for (const auto& [theirs, ours] : ours_of) saved[ours] = theirs;
   for (size_t i = 0; i < saved.size(); ++i) {
     const auto& theirs = index.parameters[saved[i]];
     const auto& param = engine.param(static_cast<int64_t>(i));
@@ -268,7 +262,7 @@ at::Tensor read_like_param(Checkpoint& checkpoint, const std::string& name, cons
 }
 
 NamedValues read_state(Checkpoint& checkpoint, const ShardEngine& engine, const LocalParam& local,
-                       int64_t saved, bool elementwise) {
+                       int64_t saved, bool known_elementwise) {
   const auto& index = checkpoint.index();
   const auto& param = engine.param(local.index);
   const auto sharding = engine.options().sharding;
@@ -285,9 +279,7 @@ NamedValues read_state(Checkpoint& checkpoint, const ShardEngine& engine, const 
       values.insert(key, read_like_param(checkpoint, name, param, local.elements, sharding));
       continue;
     }
-    TORCH_CHECK_VALUE(info.shape.empty() || !elementwise,
-                      "shardstep: expected ", key, " of parameter ", local.index, " with shape ",
-                      param.sizes(), ", got ", at::IntArrayRef(info.shape));
+    detail::check_state_shape(key, info.shape, local.index, param, known_elementwise, "");
     values.insert(key, checkpoint.read(name));
   }
   return values;
@@ -325,7 +317,7 @@ LoadedCheckpoint read_checkpoint_for(const ShardEngine& engine, Checkpoint& chec
     for (const auto& local : engine.local_params(group)) {
       if (index.state.count(saved[local.index]) == 0) continue;
       loaded.state.emplace(local.index, read_state(checkpoint, engine, local, saved[local.index],
-                                                   target.elementwise));
+                                                   target.known_elementwise));
     }
   }
   if (!target.module.empty()) read_module(checkpoint, target, loaded);

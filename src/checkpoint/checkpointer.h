@@ -57,7 +57,7 @@ struct CheckpointContent {
 struct CheckpointTarget {
   std::vector<StateDict::ParamGroup> param_groups;
   std::vector<std::string> names;    // by parameter index, or empty
-  bool elementwise = true;           // state has the parameter's shape, or no axes
+  bool known_elementwise = true;     // state has the parameter's shape, or no axes
   std::vector<ModuleTensor> module;  // empty: not asked for
 };
 

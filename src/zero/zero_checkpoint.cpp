@@ -131,7 +131,7 @@ NamedValues ZeroRedundancyOptimizer::load_checkpoint(const std::string& director
   target.param_groups = whole_state_dict({}).param_groups;
   target.module = tensors_of(options.module().get());
   target.names = names_of(*engine_, target.module);
-  target.elementwise = local_.elementwise;
+  target.known_elementwise = local_.elementwise && is_known_elementwise(local_.name);
 
   GroupOptions group_options;
   ParamStates states;
@@ -148,6 +148,7 @@ NamedValues ZeroRedundancyOptimizer::load_checkpoint(const std::string& director
   });
 
   take(group_options, states);
+  may_have_state_ = true;
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < target.module.size(); ++i) {
     target.module[i].tensor.detach().copy_(loaded.module[i]);

@@ -72,6 +72,7 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup
       local_(std::move(local)),
       engine_(make_engine(options)),
       checkpointer_(std::make_unique<Checkpointer>(*engine_)) {
+  local_.elementwise = local_.elementwise || options.elementwise();
   add_groups(std::move(param_groups));
 }
 
@@ -101,12 +102,14 @@ void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups
   try {
     TORCH_CHECK_VALUE(
         local_.elementwise || engine_->options().sharding == Sharding::kParameter,
-        "shardstep: expected an element-wise optimizer when sharding by element, got ", local_.name,
-        ", which needs whole parameters; shard by parameter, or set `elementwise` if each "
-        "element's update depends on nothing but that element");
+        "shardstep: expected an optimizer that is known to be element-wise when sharding by "
+        "element, got ",
+        local_.name,
+        "; if its update of an element depends on nothing but that element's gradient and state, "
+        "say elementwise(true); otherwise shard by parameter");
     TORCH_CHECK_VALUE(
         dynamic_cast<const torch::optim::LBFGSOptions*>(local_.defaults.get()) == nullptr,
-        "shardstep: expected an optimizer that updates each parameter by itself, got LBFGS, whose "
+        "shardstep: expected an optimizer that updates each parameter on its own, got LBFGS, whose "
         "step depends on the gradients of all parameters at once");
     for (auto& group : groups) {
       for (const auto& param : group.params()) {
@@ -159,6 +162,11 @@ void ZeroRedundancyOptimizer::adopt_new_groups(std::exception_ptr error) {
   }
   if (!optim_) {
     optim_ = local_.make(std::move(added));
+    TORCH_CHECK_VALUE(dynamic_cast<torch::optim::LBFGS*>(optim_.get()) == nullptr,
+                      "shardstep: expected an optimizer that updates each parameter on its own, ",
+                      "got ", local_.name,
+                      ": LBFGS's step depends on the gradients of all parameters at once",
+                      detail::who(process_group()));
   } else {
     for (const auto& group : added) optim_->add_param_group(group);
     push_options();
@@ -189,6 +197,7 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   if (!closure) Join::notify_join_context(*this);
   adopt_new_groups(nullptr);
   consolidated_.reset();
+  may_have_state_ = true;
   push_options();
   const auto loss = update_own(closure);
   if (closure) Join::notify_join_context(*this);
@@ -258,6 +267,7 @@ void ZeroRedundancyOptimizer::update(const ParamsAndGradients& gradients, int ta
                     detail::who(process_group()));
   adopt_new_groups(nullptr);
   consolidated_.reset();
+  may_have_state_ = true;
   const auto known = by_index(gradients);
   push_options();
   engine_->before_partial_step(known);

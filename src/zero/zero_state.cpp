@@ -4,6 +4,7 @@
 
 #include "comm/agreement.h"
 #include "launch/who.h"
+#include "shard/state_matching.h"
 #include "shard/state_transfer.h"
 #include "shardstep/zero_redundancy_optimizer.h"
 
@@ -88,34 +89,41 @@ StateDict ZeroRedundancyOptimizer::whole_state_dict(const EngineState& state) co
   return dict;
 }
 
-const StateDict& ZeroRedundancyOptimizer::state_dict() const {
-  TORCH_CHECK(consolidated_.has_value(),
+StateDict ZeroRedundancyOptimizer::state_dict() const {
+  if (consolidated_) return *consolidated_;
+  TORCH_CHECK(!may_have_state_ && !has_state_from_the_start(),
               "shardstep: expected a consolidated state, got none on this rank: call "
               "consolidate_state_dict(to) on all ranks, after the last step, and state_dict() on "
               "rank `to`",
               detail::who(process_group()));
-  return *consolidated_;
+  return whole_state_dict({});
+}
+
+// Whether local optimizers are made with state, as Adagrad is. A rank that owns nothing asks a new
+// one.
+bool ZeroRedundancyOptimizer::has_state_from_the_start() const {
+  if (!std::as_const(*optim_).state().empty() || engine_->partition().owned_elements(rank()) > 0) {
+    return !std::as_const(*optim_).state().empty();
+  }
+  const auto made = local_.make(std::vector<torch::optim::OptimizerParamGroup>{
+      torch::optim::OptimizerParamGroup(std::vector{at::zeros({1}).set_requires_grad(true)})});
+  return !std::as_const(*made).state().empty();
 }
 
 void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
   wait();
   const auto where = detail::who(process_group());
-  TORCH_CHECK_VALUE(dict.param_groups.size() == param_groups_.size(), "shardstep: expected ",
-                    param_groups_.size(), " param groups, got ", dict.param_groups.size(), where);
 
   // Everything that can fail comes first, on copies. Positions in the file need not be ours.
+  const auto positions =
+      detail::match_params(detail::params_of(dict.param_groups),
+                           detail::params_of(whole_state_dict({}).param_groups), where);
   GroupOptions options;
-  std::map<int64_t, int64_t> positions;
-  int64_t next = 0;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
-    const auto& group = dict.param_groups[g];
-    const size_t count = param_groups_[g].params().size();
-    TORCH_CHECK_VALUE(group.params.size() == count, "shardstep: expected ", count,
-                      " parameters in group ", g, ", got ", group.params.size(), where);
-    for (int64_t index : group.params) positions.emplace(index, next++);
     options.push_back(param_groups_[g].options().clone());
-    local_.write_options(group.options, *options.back());
+    local_.write_options(dict.param_groups[g].options, *options.back());
   }
+  const bool known = local_.elementwise && is_known_elementwise(local_.name);
   EngineState whole;
   for (const auto& [index, values] : dict.state) {
     const auto position = positions.find(index);
@@ -124,11 +132,9 @@ void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
                       index, where);
     const auto& param = engine_->param(position->second);
     for (const auto& item : values) {
-      if (!local_.elementwise || !item.value().isTensor()) continue;
-      const auto& tensor = item.value().toTensor();
-      TORCH_CHECK_VALUE(tensor.dim() == 0 || tensor.sizes() == param.sizes(),
-                        "shardstep: expected ", item.key(), " of parameter ", position->second,
-                        " with sizes ", param.sizes(), ", got ", tensor.sizes(), where);
+      if (!item.value().isTensor()) continue;
+      detail::check_state_shape(item.key(), item.value().toTensor().sizes(), position->second,
+                                param, known, where);
     }
     whole.emplace(position->second, to_engine(values));
   }
@@ -144,6 +150,7 @@ void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
   }
 
   take(options, states);
+  may_have_state_ = !dict.state.empty();
 }
 
 void ZeroRedundancyOptimizer::take(const GroupOptions& options, ParamStates& states) {
@@ -164,7 +171,7 @@ std::unique_ptr<torch::optim::Optimizer> ZeroRedundancyOptimizer::make_plain() c
 }
 
 void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
-  const auto& dict = state_dict();
+  const auto dict = state_dict();
   auto plain = make_plain();
   for (const auto& [index, values] : dict.state) {
     plain->state()[engine_->param(index).unsafeGetTensorImpl()] = local_.write_state(values);

@@ -170,6 +170,18 @@ TEST(StateDict, EveryDtype) {
   EXPECT_FALSE(read.state[0]["conjugate"].toTensor().is_conj());
 }
 
+TEST(StateDict, HoldsDtypes) {
+  Folder folder;
+  StateDict dict;
+  auto& group = dict.param_groups.emplace_back();
+  group.options.insert("state_dtype", dtype_to_value(at::kBFloat16));
+  group.params = {0};
+  write_state_dict(dict, folder / "state.pt");
+  const auto read = read_state_dict(folder / "state.pt");
+  EXPECT_EQ(value_to_dtype(read.param_groups[0].options["state_dtype"]), at::kBFloat16);
+  EXPECT_FALSE(value_to_dtype(c10::IValue("bfloat16")).has_value());
+}
+
 TEST(StateDict, WriteReplacesWholeOrNotAtAll) {
   Folder folder;
   auto path = folder / "a.pt";

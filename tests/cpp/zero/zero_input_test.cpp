@@ -370,12 +370,32 @@ TEST(ZeroInput, UsersOwnOptimizerMustBeElementwiseToBeCut) {
     const auto options = ZeroOptions().process_group(group).sharding(Sharding::kElement);
     const auto message = error_of<c10::ValueError>(
         [&] { ZeroRedundancyOptimizer zero(make_params(), local, options); });
-    EXPECT_NE(message.find("whole parameters"), std::string::npos) << message;
+    EXPECT_NE(message.find("elementwise(true)"), std::string::npos) << message;
+    // The user's word counts.
+    auto said = options;
+    ZeroRedundancyOptimizer zero(make_params(), local, said.elementwise(true));
   });
-  local.elementwise = true;  // the user's word counts
+  local.elementwise = true;
   run_ranks(2, [&](const ProcessGroupPtr& group) {
     ZeroRedundancyOptimizer zero(make_params(), local,
                                  ZeroOptions().process_group(group).sharding(Sharding::kElement));
+  });
+}
+
+// An LBFGS that hides behind a factory.
+TEST(ZeroInput, LbfgsIsRefusedWhoeverMakesIt) {
+  auto local = local_optimizer(torch::optim::SGDOptions(0.1));
+  local.name = "Mine";
+  local.make = [](std::vector<torch::optim::OptimizerParamGroup> groups) {
+    return std::make_unique<torch::optim::LBFGS>(std::move(groups), torch::optim::LBFGSOptions());
+  };
+  run_ranks(2, [&](const ProcessGroupPtr& group) {
+    for (auto sharding : {Sharding::kParameter, Sharding::kElement}) {
+      const auto options = ZeroOptions().process_group(group).sharding(sharding);
+      const auto message = error_of<c10::ValueError>(
+          [&] { ZeroRedundancyOptimizer zero(make_params(), local, options); });
+      EXPECT_NE(message.find("LBFGS"), std::string::npos) << message;
+    }
   });
 }
 

@@ -53,6 +53,26 @@ TEST(ZeroState, EqualsThePlainOptimizersKeyForKey) {
   }
 }
 
+TEST(ZeroState, NeedsNoConsolidatingAsLongAsThereIsNone) {
+  run_ranks(3, [](const ProcessGroupPtr& group) {
+    for (auto sharding : {Sharding::kParameter, Sharding::kElement}) {
+      std::vector<at::Tensor> params{at::ones({9}).set_requires_grad(true),
+                                     at::ones({7}).set_requires_grad(true)};
+      const auto local = local_optimizer(AdamWOptions(0.01));
+      ZeroRedundancyOptimizer zero(params, local, options(group, sharding));
+      const auto plain = local.make(one_group(params));
+      expect_equal(zero.state_dict(), plain_state_dict(local, *plain));
+      zero.load_state_dict(zero.state_dict());
+      expect_equal(zero.state_dict(), plain_state_dict(local, *plain));
+      // Adagrad has state from the start, on a rank that owns nothing too.
+      ZeroRedundancyOptimizer adagrad(params, torch::optim::AdagradOptions(0.01),
+                                      options(group, sharding));
+      const auto message = error_of([&] { adagrad.state_dict(); });
+      EXPECT_NE(message.find("consolidate_state_dict"), std::string::npos) << message;
+    }
+  });
+}
+
 TEST(ZeroState, IsOnlyWhereItWasConsolidatedAndUntilTheNextStep) {
   run_ranks(2, [](const ProcessGroupPtr& group) {
     auto params = make_params();
@@ -62,8 +82,8 @@ TEST(ZeroState, IsOnlyWhereItWasConsolidatedAndUntilTheNextStep) {
       EXPECT_NE(message.find("consolidate_state_dict"), std::string::npos) << message;
       EXPECT_NE(message.find("on all ranks"), std::string::npos) << message;
     };
-    refused();
     train(params, zero, 0, 1);
+    refused();
     zero.consolidate_state_dict(1);
     if (group->getRank() == 1) {
       EXPECT_EQ(zero.state_dict().param_groups.size(), 1u);

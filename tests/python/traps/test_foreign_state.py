@@ -5,12 +5,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import (
     assert_bitwise,
     assert_same,
     copies,
     everywhere,
+    gathered,
     make_parameters,
     on_ranks,
     set_gradients,
@@ -240,6 +242,36 @@ def test_by_element_tensors_without_storage_are_refused_by_name():
         zero.consolidate_state_dict()
     with pytest.raises(TypeError, match=r"momentum.*Quantized.*shard by parameter"):
         zero.sharded_state_dict()
+
+
+class KeepsFunctions(torch.optim.SGD):
+    """On one rank its state holds what cannot be pickled."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["callback"] = (lambda: None) if dist.get_rank() == 1 else None
+        return super().step(closure)
+
+
+@on_ranks(3, timeout=30)
+def test_state_that_one_rank_cannot_send_is_an_error_on_all():
+    parameters = make_parameters(*SHAPES)
+    zero = ZeroRedundancyOptimizer(parameters, KeepsFunctions, lr=0.1)
+    stepped(zero, parameters)
+    with pytest.raises(Exception, match=r"pickle") as caught:
+        zero.consolidate_state_dict()
+    said = gathered(str(caught.value))
+    assert "rank 1" in said[0] and "rank 1" in said[2]
+    stepped(zero, parameters)
+
+
+@on_ranks(2)
+def test_a_state_dict_with_names_for_parameters_is_refused():
+    zero, plain = twins("Hidden")
+    state = plain.state_dict()
+    state["param_groups"][0]["params"] = ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"by number.*got 'a' \(rank \d of 2\)"):
+        zero.load_state_dict(state)
 
 
 class Narrow(torch.optim.SGD):

@@ -1,0 +1,33 @@
+#pragma once
+
+// Whether a saved state fits an optimizer: the one truth for state dicts and checkpoints, in both
+// faces. Pure functions; errors end in `where`.
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "shardstep/export.h"
+#include "shardstep/state_dict.h"
+
+namespace shardstep::detail {
+
+// The parameters of each param group.
+using GroupParams = std::vector<std::vector<int64_t>>;
+SHARDSTEP_API GroupParams params_of(const std::vector<StateDict::ParamGroup>& groups);
+
+// What each parameter of a saved state is called in ours. Throws ValueError unless there are as
+// many groups, and as many parameters in each, and none is two of ours.
+SHARDSTEP_API std::map<int64_t, int64_t> match_params(const GroupParams& saved,
+                                                      const GroupParams& ours,
+                                                      const std::string& where);
+
+// Throws ValueError unless a state tensor of this shape can be of the parameter: that of an
+// optimizer known to be element-wise has the parameter's shape or no axes, others' any.
+SHARDSTEP_API void check_state_shape(const std::string& key, at::IntArrayRef shape, int64_t index,
+                                     const at::Tensor& param, bool known_elementwise,
+                                     const std::string& where);
+
+}  // namespace shardstep::detail
