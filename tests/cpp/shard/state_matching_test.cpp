@@ -24,7 +24,7 @@ TEST(StateMatching, RefusesOtherGroupsAndSaysWhere) {
   for (const auto& saved :
        {detail::GroupParams{{0, 1}}, {{0}, {1}}, {{0, 1, 2}, {3}}, {{}, {}}, {{0, 0}, {1}}}) {
     const auto message =
-        error_of<c10::ValueError>([&] { match_params(saved, {{0, 1}, {2}}, where); });
+        test::error_of<c10::ValueError>([&] { match_params(saved, {{0, 1}, {2}}, where); });
     EXPECT_NE(message.find("expected"), std::string::npos) << message;
     EXPECT_NE(message.find(where), std::string::npos) << message;
   }
@@ -37,7 +37,7 @@ TEST(StateMatching, StateOfKnownOptimizersHasTheParametersShapeOrNone) {
   }
   for (const auto& shape : {std::vector<int64_t>{2, 3}, {6}, {1}}) {
     check_state_shape("exp_avg", shape, 0, param, false, "");
-    const auto message = error_of<c10::ValueError>(
+    const auto message = test::error_of<c10::ValueError>(
         [&] { check_state_shape("exp_avg", shape, 4, param, true, " (rank 0 of 1)"); });
     EXPECT_NE(message.find("exp_avg of parameter 4 with shape [3, 2]"), std::string::npos)
         << message;

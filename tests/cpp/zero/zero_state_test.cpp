@@ -225,7 +225,7 @@ TEST(ZeroState, WhatDoesNotFitIsNamedAndChangesNothing) {
       bad = copy();
       bad.param_groups[0].options["lr"] = 3.0;
       bad.state.at(0)["exp_avg"] = torch::zeros({3, 3});
-      refuse(bad, "expected exp_avg of parameter 0 with sizes [20, 5], got [3, 3]");
+      refuse(bad, "expected exp_avg of parameter 0 with shape [20, 5], got [3, 3]");
       bad = copy();
       bad.state.emplace(99, bad.state.at(0));
       refuse(bad, "got index 99");

@@ -21,9 +21,12 @@ class WideMomentum(torch.optim.SGD):
                 moment.mul_(0.9).add_(p.grad.float())
                 p.add_(moment.to(p.dtype), alpha=-group["lr"])
 
-    @staticmethod
-    def _process_value_according_to_param_policy(param, value, *_args, **_kwargs):
-        return value
+    def load_state_dict(self, state_dict):
+        """torch's own casts state to the parameter's dtype; this class wants it as it comes."""
+        super().load_state_dict(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        for position, values in state_dict["state"].items():
+            self.state[params[position]]["wide"] = values["wide"]
 
 
 @on_ranks(1, 2)
