@@ -36,8 +36,9 @@ import deepspeed_environment
 import link
 import report
 from contest import BASE, LINK_ROWS, ROWS, Case, Row, opponents
-from launch import Environment, Place, Ranks, RanksFailed, progress
 from table import Table, markdown
+
+from launch import Environment, Place, Ranks, RanksFailed, progress
 
 WARM_UP = 2  # iterations; DDP rebuilds its buckets after the first backward pass
 BUILD = Path(__file__).resolve().parent.parent.parent / "build"

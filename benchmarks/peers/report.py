@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from contest import BASE, FLOOR, GOALS, Case, Row
-from launch import Readings
 from table import Summary, Table, draw_iterations  # the folder above is on the path
+
+from launch import Readings
 
 Turns = list[dict[str, Readings]]  # by the names of the rows that took part
 

@@ -11,8 +11,8 @@
 
 #include "checkpoint/checkpoint_files.h"
 #include "comm/agreement.h"
-#include "launch/who.h"
 #include "format/param_group_keys.h"
+#include "launch/who.h"
 #include "shard/state_layout.h"
 #include "shard/state_matching.h"
 
