@@ -1,8 +1,8 @@
 """One training iteration in Python, side by side: plain DDP, torch's ZeRO, and ours in stage 1.
 
 Every contestant meets torch's ZeRO in a duel. Both live in processes of their own, forked from one
-that has torch loaded, on Gloo, one thread per rank, and take turns: an iteration of the one, then one
-of the other, so that what else the machine does hits both. Columns:
+that has torch loaded, on Gloo, one thread per rank, and take turns: an iteration of the one, then
+one of the other, so that what else the machine does hits both. Columns:
 
   iteration    milliseconds of zero_grad, forward, backward and step, on the slowest rank
   x torch      torch's ZeRO's iteration to this one's: the median of each turn's ratio
