@@ -1,4 +1,7 @@
-"""Leaves tests marked `full` to `make test FULL=1`, and says how many and by which seed."""
+"""Leaves tests marked `full` to `make test FULL=1`, and says how many and by which seed.
+
+Tests that share a fixture of their module run on one worker, so that it is made once.
+"""
 
 import os
 import random
@@ -16,6 +19,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     out = [] if FULL else [item for item in items if item.get_closest_marker("full")]
     items[:] = [item for item in items if item not in out]
     _left_out = len(out)
+    for item in items:
+        if "module" in {d[-1].scope for d in item._fixtureinfo.name2fixturedefs.values() if d}:
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = _left_out
 

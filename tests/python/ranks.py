@@ -161,7 +161,7 @@ class _Ranks:
         """Ranks drop their groups; what went wrong with that."""
         for pipe in self.pipes:
             pipe.send_bytes(b"release")
-        deadline = time.monotonic() + 2 * _GRACE
+        deadline = time.monotonic() + 30.0
         problems = []
         for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
             try:

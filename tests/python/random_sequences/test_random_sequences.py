@@ -22,7 +22,7 @@ SHRINKING = 300 if FULL else 40  # seconds
 def problems_of(program: Program, world_size: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = run_ranks(world_size, play, program, folder, timeout=20, keep_group=True)
+            found = run_ranks(world_size, play, program, folder, timeout=40, keep_group=True)
         except RankError as error:
             return str(error)
     return "\n".join(f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts)
