@@ -187,7 +187,9 @@ void bind_engine(py::module_& module) {
            wrap_pybind_function_no_gil([](ShardEngine& engine, const PyGradients& gradients) {
              engine.before_partial_step(gradients_of(gradients));
            }))
-      .def("after_partial_step", wrap_pybind_function_no_gil(after_partial_step))
+      // What is under way goes on using the engine's exchange.
+      .def("after_partial_step", wrap_pybind_function_no_gil(after_partial_step),
+           py::keep_alive<0, 1>())
       .def("drop_sums", wrap_pybind_function_no_gil([](ShardEngine& e) { e.drop_sums(); }))
       .def("clip_grad_norm",
            wrap_pybind_function_no_gil(
@@ -224,8 +226,11 @@ void bind_engine(py::module_& module) {
       .def("owned_elements", [](const ShardEngine& engine,
                                 int rank) { return engine.partition().owned_elements(rank); })
       .def("flat_buckets", flat_buckets)
+      .def("give_up", wrap_pybind_function_no_gil(
+                          [](ShardEngine& engine, const std::string& why) { engine.give_up(why); }))
       .def_property_readonly("traffic", &ShardEngine::traffic)
-      .def_property_readonly("exchange", &ShardEngine::exchange_name);
+      .def_property_readonly("exchange", &ShardEngine::exchange_name)
+      .def_property_readonly("any_order", &ShardEngine::any_order);
 }
 
 }  // namespace shardstep::python

@@ -34,17 +34,18 @@ void bind_overlapped_step(py::module_& module) {
   using Update = std::function<void(const OverlappedUpdate::Gradients&, int)>;
   py::class_<OverlappedStep, std::shared_ptr<OverlappedStep>>(module, "OverlappedStep")
       .def(py::init([](Update update, std::function<void()> wait, bool interleaved,
-                       bool static_graph, bool find_unused_parameters) {
+                       bool static_graph, bool find_unused_parameters, bool any_order) {
              return std::make_shared<OverlappedStep>(
                  OverlappedStepOptions{
                      .update = interleaved ? UpdateWhen::kEachBucket : UpdateWhen::kLastBucket,
                      .arrive = ArriveWhen::kBackwardEnds,
                      .static_graph = static_graph,
-                     .find_unused_parameters = find_unused_parameters},
+                     .find_unused_parameters = find_unused_parameters,
+                     .any_order = any_order},
                  OverlappedUpdate{std::move(update), std::move(wait)});
            }),
            py::arg("update"), py::arg("wait"), py::kw_only(), py::arg("interleaved"),
-           py::arg("static_graph"), py::arg("find_unused_parameters"))
+           py::arg("static_graph"), py::arg("find_unused_parameters"), py::arg("any_order"))
       .def("reducing",
            torch::wrap_pybind_function(
                [](OverlappedStep& step, c10d::GradBucket& bucket, const py::object& future) {

@@ -23,6 +23,7 @@ class OverlapWithDDP(ShardedOptimizer):
             interleaved=interleaved,
             static_graph=ddp.static_graph,
             find_unused_parameters=ddp.find_unused_parameters,
+            any_order=self.engine.any_order,
         )
         self._overlapped_steps.append(step)
         return step

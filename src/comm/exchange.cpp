@@ -1,30 +1,34 @@
 #include "comm/exchange.h"
 
-#include "comm/exchanges.h"
 #include "comm/pending_works.h"
-#include "launch/who.h"
 
 namespace shardstep {
 
 Exchange::Exchange(ProcessGroupPtr group, int64_t channel)
     : group_(std::move(group)), channel_(channel) {}
 
-int Exchange::message_tag(int tag) const {
+int Exchange::message_tag(MessageTag tag) const {
   // c10d's tags are non-negative 32 bit numbers; the top one keeps clear of users' small tags.
-  constexpr int64_t kOurs = int64_t{1} << 30;
-  return static_cast<int>(kOurs | (channel_ & 0x3fff) << 16 | (tag & 0xffff));
+  // Channels come again after some thousand optimizers.
+  constexpr int kOurs = 30, kChannelBits = kOurs - MessageTag::kBits;
+  const auto channel = static_cast<int>(channel_ & ((1 << kChannelBits) - 1));
+  return 1 << kOurs | channel << MessageTag::kBits | tag.value();
+}
+
+at::Tensor Exchange::make_shared(int64_t, const at::TensorOptions&) {
+  TORCH_INTERNAL_ASSERT(false, "exchange ", name(), " shares no memory");
 }
 
 void Exchange::all_gather_and_wait(const std::vector<Parts>& buckets) {
   std::vector<std::unique_ptr<Pending>> pending;
   for (size_t b = 0; b < buckets.size(); ++b) {
-    pending.push_back(all_gather(buckets[b], static_cast<int>(b)));
+    pending.push_back(all_gather(buckets[b], MessageTag::bucket(static_cast<int64_t>(b))));
   }
   for (auto& bucket : pending) bucket->wait();
 }
 
 std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, const Parts& into,
-                                          int to, int tag) {
+                                          int to, MessageTag tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_);
   if (rank() != to) {
     traffic_.bytes_sent += detail::send(group_, *pending, own, to, message_tag(tag));
@@ -39,7 +43,7 @@ std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, co
 }
 
 std::unique_ptr<Pending> Exchange::transfer(const std::vector<at::Tensor>& tensors, int from,
-                                            int to, int tag) {
+                                            int to, MessageTag tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_);
   if (rank() == from) {
     traffic_.bytes_sent += detail::send(group_, *pending, tensors, to, message_tag(tag));
@@ -47,27 +51,6 @@ std::unique_ptr<Pending> Exchange::transfer(const std::vector<at::Tensor>& tenso
     traffic_.bytes_received += detail::receive(group_, *pending, tensors, from, message_tag(tag));
   }
   return pending;
-}
-
-std::unique_ptr<Exchange> make_exchange(const ProcessGroupPtr& group,
-                                        const ExchangeOptions& options) {
-  const auto& [kind, device, channel] = options;
-  if (kind == ExchangeKind::kNative) return detail::make_native_exchange(group, channel);
-  if (kind == ExchangeKind::kPairwise) return detail::make_pairwise_exchange(group, channel);
-  const bool gloo = group->getBackend(device.type())->getBackendName() == "gloo";
-  if (gloo || kind == ExchangeKind::kSharedMemory) {
-    if (auto exchange = detail::make_shared_memory_exchange(group, device, channel)) {
-      return exchange;
-    }
-  }
-  TORCH_CHECK_VALUE(
-      kind != ExchangeKind::kSharedMemory,
-      "shardstep: expected CPU tensors and ranks on one host for exchange "
-      "\"shared_memory\", got ",
-      device.is_cpu() ? "ranks that cannot open each other's memory" : "tensors on another device",
-      detail::who(group));
-  return gloo ? detail::make_pairwise_exchange(group, channel)
-              : detail::make_native_exchange(group, channel);
 }
 
 }  // namespace shardstep

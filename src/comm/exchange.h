@@ -1,11 +1,20 @@
 #pragma once
 
-// Moves parts between the ranks of a group; knows nothing of what the bytes mean. Sums are taken in
-// rank order where the exchange is ours (pairwise), so they are the same on every run.
-// Every call is collective and returns at once; `Pending::wait` finishes it. Ranks make the same
-// calls for each tag in the same order; calls with different tags may come in any order if the
-// exchange says so.
-// Thread safety: one thread at a time per exchange.
+// Moves parts between the ranks of a group; knows nothing of what the bytes mean.
+// Every call is collective. Ranks make the same calls for each tag in the same order; calls with
+// different tags may come in any order where any_order() says so, else in one order on all ranks.
+//
+//                          native              pairwise       shared memory
+//   sums are taken         as the backend does in rank order  in rank order
+//   all_gather             returns at once     at once        when all have read the last one
+//                                                             with this tag
+//   reduce_scatter, post   returns at once     at once        at once
+//   make_reduction         returns at once     at once        at once
+//   all_gather_and_wait,   block until everything has arrived, a rank is known to be gone or has
+//   Pending::wait, finish  given up, or the group's timeout has passed
+//
+// A sum in rank order has the same bits on every run. Native also takes it in rank order where
+// gradients travel in a narrower dtype. Thread safety: one thread at a time per exchange.
 
 #include <chrono>
 #include <memory>
@@ -13,10 +22,10 @@
 #include <string>
 #include <vector>
 
+#include "comm/message_tag.h"
 #include "comm/parts.h"
 #include "shardstep/export.h"
 #include "shardstep/process_group.h"
-#include "shardstep/sharding.h"
 
 namespace shardstep {
 
@@ -41,7 +50,7 @@ struct ReductionOptions {
   // What is added up is first rounded to this dtype, and travels so. Ranks round what they own too:
   // a sum does not depend on who owns it.
   std::optional<at::ScalarType> wire = std::nullopt;
-  int tag = 0;
+  MessageTag tag = MessageTag::bucket(0);
   double divisor = 1;
 };
 
@@ -59,7 +68,7 @@ class SHARDSTEP_API Reduction {
   virtual at::Tensor finish() = 0;
   // The squares of that sum's elements, added up; nothing if that takes another pass over them.
   virtual std::optional<double> squares() const { return std::nullopt; }
-  // Lets other ranks start the next round. REQUIRES: finish() was called.
+  // Gives the sum back, which the next round overwrites. REQUIRES: finish() was called.
   virtual void release() = 0;
 };
 
@@ -70,32 +79,38 @@ class SHARDSTEP_API Exchange {
   virtual ~Exchange() = default;
 
   // parts[r] of rank r reach every rank.
-  virtual std::unique_ptr<Pending> all_gather(const Parts& parts, int tag) = 0;
+  virtual std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag tag) = 0;
 
-  // The same for bucket after bucket, and waits; bucket b has tag b. All ranks give the same
-  // number.
+  // The same for bucket after bucket, and waits. All ranks give the same number of buckets.
   virtual void all_gather_and_wait(const std::vector<Parts>& buckets);
 
   // parts[r] of all ranks are added up on rank r, in its parts[r], and divided by `divisor`.
   // REQUIRES: parts of one dtype.
-  virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag,
+  virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
                                                   double divisor = 1) = 0;
 
   // Ranks make their reductions in the same order; rounds of different ones may come in any.
   // Collective.
   virtual std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) = 0;
 
-  // A tensor in memory that every rank has; undefined if ranks do not share any. Collective.
-  virtual at::Tensor make_shared(int64_t, const at::TensorOptions&) { return {}; }
+  // Whether all ranks can have one copy of a tensor.
+  virtual bool shares_memory() const { return false; }
+  // A tensor in memory that every rank has. REQUIRES: shares_memory(). Collective.
+  virtual at::Tensor make_shared(int64_t numel, const at::TensorOptions& options);
 
   // `own` of every rank reaches rank `to`, in into[r]. REQUIRES: `into` fits on `to`; it is not
   // looked at elsewhere, nor is into[to].
   std::unique_ptr<Pending> gather(const std::vector<at::Tensor>& own, const Parts& into, int to,
-                                  int tag);
+                                  MessageTag tag);
 
   // Tensors of rank `from` reach rank `to`; other ranks pass.
   std::unique_ptr<Pending> transfer(const std::vector<at::Tensor>& tensors, int from, int to,
-                                    int tag);
+                                    MessageTag tag);
+
+  // Tells the other ranks that this one will not do its part, and why: whatever they wait for ends
+  // in an error that says so. The exchange is of no use afterwards. Through shared memory they hear
+  // at once; otherwise nobody is told, and their waits end at the group's timeout.
+  virtual void give_up(const std::string& message) {}
 
   virtual const char* name() const = 0;
   // Whether calls with different tags may come in another order on another rank.
@@ -105,7 +120,8 @@ class SHARDSTEP_API Exchange {
  protected:
   int rank() const { return group_->getRank(); }
   int world_size() const { return group_->getSize(); }
-  int message_tag(int tag) const;
+  // As c10d wants it.
+  int message_tag(MessageTag tag) const;
 
   ProcessGroupPtr group_;
   Traffic traffic_;
@@ -113,15 +129,5 @@ class SHARDSTEP_API Exchange {
  private:
   int64_t channel_;
 };
-
-struct ExchangeOptions {
-  ExchangeKind kind = ExchangeKind::kAuto;
-  at::Device device = at::kCPU;
-  int64_t channel = 0;
-};
-
-// REQUIRES: the group has more than one rank. Collective.
-SHARDSTEP_API std::unique_ptr<Exchange> make_exchange(const ProcessGroupPtr& group,
-                                                      const ExchangeOptions& options);
 
 }  // namespace shardstep

@@ -1,6 +1,7 @@
+#include "comm/native_exchange.h"
+
 #include <optional>
 
-#include "comm/exchanges.h"
 #include "comm/pending_works.h"
 #include "comm/rank_order_sum.h"
 
@@ -31,7 +32,7 @@ class NativeExchange : public Exchange {
   const char* name() const override { return "native"; }
   bool any_order() const override { return false; }
 
-  std::unique_ptr<Pending> all_gather(const Parts& parts, int) override {
+  std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag) override {
     auto pending = std::make_unique<PendingWorks>(group_);
     if (auto whole = joined(parts)) {
       at::Tensor own = parts[rank()].front();
@@ -52,7 +53,7 @@ class NativeExchange : public Exchange {
     return pending;
   }
 
-  std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int, double divisor) override {
+  std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag, double divisor) override {
     auto pending = std::make_unique<PendingWorks>(group_);
     if (auto whole = joined(parts)) {
       // Into a tensor of its own: input and output may not overlap.

@@ -1,3 +1,5 @@
+#include "comm/pairwise_exchange.h"
+
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -5,7 +7,6 @@
 #include <mutex>
 #include <thread>
 
-#include "comm/exchanges.h"
 #include "comm/pending_works.h"
 #include "comm/rank_order_sum.h"
 
@@ -140,7 +141,7 @@ class PairwiseExchange : public Exchange {
   const char* name() const override { return "pairwise"; }
   bool any_order() const override { return true; }
 
-  std::unique_ptr<Pending> all_gather(const Parts& parts, int tag) override {
+  std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag tag) override {
     auto pending = std::make_unique<PendingWorks>(group_);
     for (int distance = 1; distance < world_size(); ++distance) {
       const int source = (rank() - distance + world_size()) % world_size();
@@ -153,7 +154,8 @@ class PairwiseExchange : public Exchange {
     return pending;
   }
 
-  std::unique_ptr<Pending> reduce_scatter(const Parts& parts, int tag, double divisor) override {
+  std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
+                                          double divisor) override {
     auto round = std::make_shared<Round>(start(parts, tag, std::nullopt));
     auto pending = std::make_unique<Waiting>();
     pending->wait_for = [round, divisor, self = rank(), scratch = scratch_] {
@@ -165,7 +167,7 @@ class PairwiseExchange : public Exchange {
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override;
 
-  Round start(const Parts& parts, int tag, std::optional<at::ScalarType> wire) {
+  Round start(const Parts& parts, MessageTag tag, std::optional<at::ScalarType> wire) {
     Round round{std::make_shared<PendingWorks>(group_), parts[rank()], Parts(world_size()), {}};
     int64_t numel = 0;
     for (const auto& part : round.own) numel += part.numel();
@@ -243,7 +245,7 @@ class PairwiseReduction : public Reduction {
 
  private:
   PairwiseExchange& exchange_;
-  int tag_;
+  MessageTag tag_;
   SumOptions options_;
   int rank_;
   at::Tensor sum_;

@@ -13,9 +13,18 @@ void OverlappedStep::reducing(c10d::GradBucket& bucket, BucketReduction reductio
   reducing_.push_back({static_cast<int>(bucket.getIndex()), std::move(reduction),
                        bucket.getBuffer(), bucket.getParameters(), bucket.getGradients()});
   if (options_.update == UpdateWhen::kEachBucket && !ddp_decides_at_the_end()) {
-    while (!reducing_.empty() && reducing_.front().reduction.done()) update_front();
+    update_reduced();
   }
   if (bucket.isLast()) finish_later();
+}
+
+void OverlappedStep::update_reduced() {
+  if (options_.any_order) {
+    while (!reducing_.empty() && reducing_.front().reduction.done()) update_front();
+  } else {
+    // All ranks have started to reduce this bucket before they send parameters of the last one.
+    while (reducing_.size() > 1) update_front();
+  }
 }
 
 void OverlappedStep::arrive() {

@@ -33,6 +33,9 @@ struct OverlappedStepOptions {
   // As DDP was told.
   bool static_graph = false;
   bool find_unused_parameters = false;
+  // Whether what is sent with different tags may start in another order on another rank. If not,
+  // when a bucket is updated does not depend on when its reduction happens to be done.
+  bool any_order = true;
 };
 
 // A reduction under way.
@@ -44,7 +47,7 @@ struct BucketReduction {
 // What the hook updates; both are collective.
 struct OverlappedUpdate {
   using Gradients = std::vector<std::pair<at::Tensor, at::Tensor>>;  // by parameter
-  // Updates these parameters and starts sending them. Different tags may come in any order.
+  // Updates these parameters and starts sending them.
   std::function<void(const Gradients&, int tag)> update;
   // Returns when what was sent has arrived.
   std::function<void()> wait;
@@ -75,6 +78,7 @@ class SHARDSTEP_API OverlappedStep {
   void finish();
   void find_unused();
   void update_front();
+  void update_reduced();
   OverlappedUpdate::Gradients gradients_of(const Reducing& bucket) const;
 
   OverlappedStepOptions options_;

@@ -8,8 +8,6 @@
 namespace shardstep {
 namespace {
 
-constexpr int kLendTag = 0xfffc;  // buckets count from 0
-
 // Which of these slices' parameters have a gradient on rank `from`.
 std::vector<bool> lent_slices(const ShardEngine& engine, const std::vector<const Slice*>& slices,
                               int from, int to) {
@@ -19,7 +17,7 @@ std::vector<bool> lent_slices(const ShardEngine& engine, const std::vector<const
     flags[i] = engine.param(slices[i]->param).grad().defined();
   }
   has_gradient = has_gradient.to(detail::control_device(engine.process_group()));
-  engine.exchange()->transfer({has_gradient}, from, to, kLendTag)->wait();
+  engine.exchange()->transfer({has_gradient}, from, to, ControlMessage::kLentGradients)->wait();
   has_gradient = has_gradient.cpu();
   flags = has_gradient.mutable_data_ptr<uint8_t>();
   return std::vector<bool>(flags, flags + slices.size());
@@ -46,7 +44,7 @@ void lend(const ShardEngine& engine, int from, int to) {
     parts.push_back(
         flat_view(gradient).narrow(0, slices[i]->elements.begin, slices[i]->elements.size()));
   }
-  engine.exchange()->transfer(parts, from, to, kLendTag)->wait();
+  engine.exchange()->transfer(parts, from, to, ControlMessage::kLentGradients)->wait();
 }
 
 }  // namespace

@@ -11,8 +11,6 @@
 namespace shardstep {
 namespace {
 
-constexpr int kUsedTag = 0xfffd;  // buckets count from 0
-
 // What is said of a parameter's gradients since the last step.
 constexpr uint8_t kUsed = 1;
 constexpr uint8_t kUnfit = 2;  // one was not of the parameter that was added
@@ -231,7 +229,7 @@ bool GradientReducer::finish(const std::function<void()>& before_sums) {
     part = {at::empty({static_cast<int64_t>(used_here_.size())}, at::kByte)};
   }
   std::copy(used_here_.begin(), used_here_.end(), flags[rank_][0].data_ptr<uint8_t>());
-  exchange_.all_gather(flags, kUsedTag)->wait();
+  exchange_.all_gather(flags, ControlMessage::kUsedParams)->wait();
   used_.assign(used_here_.size(), 0);
   for (const auto& part : flags) {
     const auto* flag = part[0].const_data_ptr<uint8_t>();

@@ -10,7 +10,6 @@
 namespace shardstep::detail {
 namespace {
 
-constexpr int kStatusTag = 0xfff8;  // buckets count from 0
 // Where a status or summary is no hash, whose lowest bit is 0.
 constexpr int64_t kChanged = 1;
 constexpr int64_t kFailed = 3;
@@ -37,7 +36,7 @@ std::vector<std::vector<int64_t>> all_gather_numbers(Exchange& exchange,
   Parts parts(group->getSize());
   for (auto& part : parts) part = {at::empty_like(mine)};
   parts[group->getRank()] = {mine};
-  exchange.all_gather(parts, kStatusTag)->wait();
+  exchange.all_gather(parts, ControlMessage::kParamStatus)->wait();
   std::vector<std::vector<int64_t>> numbers;
   for (const auto& part : parts) {
     const auto theirs = part[0].cpu();

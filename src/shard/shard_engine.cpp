@@ -4,15 +4,11 @@
 #include <utility>
 
 #include "comm/agreement.h"
+#include "comm/make_exchange.h"
 #include "launch/who.h"
 
 namespace shardstep {
 namespace {
-
-// Buckets count from 0, and state has the two highest tags.
-constexpr int kPartialTag = 0x8000;
-constexpr int kReduceTag = 0xc000;
-constexpr int kMeetTag = 0xfffb;
 
 void check_param(const at::Tensor& param, size_t index) {
   TORCH_CHECK_VALUE(param.defined(), "shardstep: expected parameter ", index,
@@ -189,7 +185,7 @@ void ShardEngine::connect(int64_t channel) {
   if (exchange_ || world_size() == 1) return;
   auto exchange = make_exchange(
       group_, {.kind = options_.exchange, .device = params_.front().device(), .channel = channel});
-  TORCH_CHECK_VALUE(!share_parameters() || std::string(exchange->name()) == "shared_memory",
+  TORCH_CHECK_VALUE(!share_parameters() || exchange->shares_memory(),
                     "shardstep: expected ranks that share memory with share_parameters, got "
                     "exchange \"",
                     exchange->name(), "\"", detail::who(group_));
@@ -231,12 +227,12 @@ void ShardEngine::meet() {
   if (!exchange_) return;
   Parts nothing(world_size());
   for (auto& part : nothing) part = {at::zeros({1}, at::kByte)};
-  exchange_->all_gather(nothing, kMeetTag)->wait();
+  exchange_->all_gather(nothing, ControlMessage::kMeet)->wait();
 }
 
 void ShardEngine::reduce_new_buckets(size_t first) {
   if (!reducer_) {
-    // A rank that had not read a bucket yet would keep others from writing their gradients there.
+    // A rank that had not read a bucket yet would keep others from showing the next update of it.
     reducer_ =
         std::make_unique<GradientReducer>(*exchange_, rank(), world_size(), [this] { wait(); });
   }
@@ -253,7 +249,7 @@ void ShardEngine::reduce_new_buckets(size_t first) {
     reducer_->add_bucket(std::move(params), {.numel = {},
                                              .tensor = tensor,
                                              .wire = narrows ? gradient_dtype : std::nullopt,
-                                             .tag = static_cast<int>(b),
+                                             .tag = MessageTag::bucket(static_cast<int64_t>(b)),
                                              .divisor = static_cast<double>(world_size())});
   }
 }
@@ -403,7 +399,7 @@ std::unique_ptr<Pending> ShardEngine::reduce_to_owners(const std::vector<ParamGr
     TORCH_INTERNAL_ASSERT(in_order_of(params_[index], gradient).is_same(gradient));
     append_parts(index, gradient, parts);
   }
-  return exchange_->reduce_scatter(parts, kReduceTag + tag, world_size());
+  return exchange_->reduce_scatter(parts, {MessageKind::kReduceToOwners, tag}, world_size());
 }
 
 bool ShardEngine::take_gradients() {
@@ -467,7 +463,7 @@ void ShardEngine::after_step() {
     meet();
   } else if (options_.stage2 && options_.stage2->overlap_forward) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      arriving_[b] = exchange_->all_gather(parts_[b], static_cast<int>(b));
+      arriving_[b] = exchange_->all_gather(parts_[b], MessageTag::bucket(static_cast<int64_t>(b)));
     }
   } else {
     exchange_->all_gather_and_wait(parts_);
@@ -504,7 +500,7 @@ std::unique_ptr<Pending> ShardEngine::after_partial_step(
   at::NoGradGuard no_grad;
   Parts parts(world_size());
   for (const auto& [index, gradient] : gradients) append_parts(index, params_[index], parts);
-  return exchange_->all_gather(parts, kPartialTag + tag);
+  return exchange_->all_gather(parts, {MessageKind::kPartialStep, tag});
 }
 
 }  // namespace shardstep

@@ -72,8 +72,7 @@ class SHARDSTEP_API ShardEngine {
 
   // Starts averaging gradients over the ranks, in place: each rank gets what it owns, and the rest
   // keeps this rank's values. Null in a group of one. REQUIRES: gradients of one dtype, in their
-  // parameters' memory order. Collective: ranks agree on the parameters and the tag; calls with
-  // different tags may come in any order.
+  // parameters' memory order. Collective: ranks agree on the parameters and the tag.
   std::unique_ptr<Pending> reduce_to_owners(const std::vector<ParamGradient>& gradients, int tag);
 
   // Hands gradients to the local parameters. Call it when the gradients are final. Collective in
@@ -103,8 +102,7 @@ class SHARDSTEP_API ShardEngine {
   // before_step for some parameters, whose gradients are given: the local optimizer sees no others.
   // REQUIRES: the overlap option.
   void before_partial_step(const std::vector<ParamGradient>& gradients);
-  // Starts sending what changed. Ranks agree on the parameters and the tag; steps with different
-  // tags may come in any order. Collective.
+  // Starts sending what changed. Ranks agree on the parameters and the tag. Collective.
   std::unique_ptr<Pending> after_partial_step(const std::vector<ParamGradient>& gradients, int tag);
 
   const ProcessGroupPtr& process_group() const { return group_; }
@@ -116,10 +114,16 @@ class SHARDSTEP_API ShardEngine {
   void check_stage_2(const char* what) const;
   // Null in a group of one.
   Exchange* exchange() const { return exchange_.get(); }
+  // Tells the other ranks that this one cannot go on, and why, as far as the exchange can.
+  void give_up(const std::string& message) {
+    if (exchange_) exchange_->give_up(message);
+  }
   // What went over the wire so far; nothing in a group of one.
   Traffic traffic() const { return exchange_ ? exchange_->traffic() : Traffic{}; }
   // "native", "pairwise", "shared_memory", or "none" in a group of one.
   const char* exchange_name() const { return exchange_ ? exchange_->name() : "none"; }
+  // Whether calls with different tags may come in another order on another rank.
+  bool any_order() const { return !exchange_ || exchange_->any_order(); }
 
  private:
   struct Place {

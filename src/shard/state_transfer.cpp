@@ -10,9 +10,6 @@
 namespace shardstep {
 namespace {
 
-// Tags of control messages; buckets count from 0.
-constexpr int kSizeTag = 0xffff;
-constexpr int kCatalogueTag = 0xfffe;
 constexpr int64_t kInlineBytes = 64;
 
 // How a value travels.
@@ -180,13 +177,13 @@ std::vector<Catalogue> gather_catalogues(Exchange& exchange, const ProcessGroupP
   Parts sizes(group->getSize()), texts(group->getSize());
   const bool target = group->getRank() == to;
   for (auto& part : sizes) part = {at::empty_like(size)};
-  exchange.gather({size}, sizes, to, kSizeTag)->wait();
+  exchange.gather({size}, sizes, to, ControlMessage::kStateSizes)->wait();
   for (int rank = 0; target && rank < group->getSize(); ++rank) {
     if (rank == to) continue;
     texts[rank] = {
         at::empty({sizes[rank][0].item<int64_t>()}, at::TensorOptions(at::kByte).device(device))};
   }
-  exchange.gather({text_tensor.to(device)}, texts, to, kCatalogueTag)->wait();
+  exchange.gather({text_tensor.to(device)}, texts, to, ControlMessage::kStateCatalogues)->wait();
 
   std::vector<Catalogue> catalogues;
   for (int rank = 0; target && rank < group->getSize(); ++rank) {
@@ -306,7 +303,8 @@ EngineState gather_state(const ShardEngine& engine, const EngineState& local, in
       targets.push_back(places(engine.params(), slices[r], catalogues[r], whole, b));
       received.push_back(landing(targets[r], engine.buckets()[b].params().front().device()));
     }
-    if (exchange) exchange->gather(sent, received, to, static_cast<int>(b))->wait();
+    if (exchange)
+      exchange->gather(sent, received, to, MessageTag::bucket(static_cast<int64_t>(b)))->wait();
     for (size_t r = 0; r < targets.size(); ++r) {
       copy_all(static_cast<int>(r) == engine.rank() ? sent : received[r], targets[r]);
     }

@@ -117,7 +117,8 @@ CommHook make_hook(CommHook hook, DistributedDataParallelBase& ddp, ZeroRedundan
   const OverlappedStepOptions options{
       .update = when,
       .static_graph = ddp.options().static_graph(),
-      .find_unused_parameters = ddp.options().find_unused_parameters()};
+      .find_unused_parameters = ddp.options().find_unused_parameters(),
+      .any_order = zero.engine().any_order()};
   auto step = std::make_shared<OverlappedStep>(
       options,
       OverlappedUpdate{[&zero](const auto& gradients, int tag) { zero.update(gradients, tag); },

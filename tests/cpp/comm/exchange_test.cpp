@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <set>
+
+#include "comm/make_exchange.h"
 #include "support/test_support.h"
 
 namespace shardstep {
@@ -25,6 +28,8 @@ Parts make_parts(int world_size, int64_t size, bool equal, int seed) {
   return parts;
 }
 
+MessageTag bucket(int number) { return MessageTag::bucket(number); }
+
 class ExchangeTest : public testing::TestWithParam<std::tuple<ExchangeKind, int>> {
  protected:
   // Calls `body` on every rank, for parts of several sizes, side by side and apart.
@@ -44,7 +49,7 @@ TEST_P(ExchangeTest, AllGatherBringsEveryOwnersParts) {
   const int world_size = std::get<1>(GetParam());
   for_all_parts([&](Exchange& exchange, int self, int64_t size, bool equal) {
     auto parts = make_parts(world_size, size, equal, self);
-    exchange.all_gather(parts, 0)->wait();
+    exchange.all_gather(parts, bucket(0))->wait();
     for (int owner = 0; owner < world_size; ++owner) {
       const auto expected = make_parts(world_size, size, equal, owner);
       for (size_t i = 0; i < parts[owner].size(); ++i) {
@@ -85,7 +90,7 @@ TEST_P(ExchangeTest, ReduceScatterAddsUpOnTheOwner) {
   for_all_parts([&, kind = kind, world_size = world_size](Exchange& exchange, int self,
                                                           int64_t size, bool equal) {
     auto parts = make_parts(world_size, size, equal, self);
-    exchange.reduce_scatter(parts, 0)->wait();
+    exchange.reduce_scatter(parts, bucket(0))->wait();
     std::vector<Parts> given;
     for (int rank = 0; rank < world_size; ++rank) {
       given.push_back(make_parts(world_size, size, equal, rank));
@@ -126,7 +131,7 @@ TEST(Exchange, GatherReachesOneRank) {
         into[rank] = {torch::zeros({rank + 1}), torch::zeros({0})};
     }
     const std::vector<at::Tensor> own{torch::full({self + 1}, self + 5.0), torch::zeros({0})};
-    exchange->gather(own, into, 2, 1)->wait();
+    exchange->gather(own, into, 2, bucket(1))->wait();
     if (self == 2) {
       for (int rank = 0; rank < 2; ++rank) {
         EXPECT_TRUE(at::equal(into[rank][0], torch::full({rank + 1}, rank + 5.0)));
@@ -153,8 +158,8 @@ TEST_P(AnyOrder, BucketsMayStartAndFinishAsTheyLike) {
     // Every rank starts and ends at another bucket.
     std::vector<std::unique_ptr<Pending>> pending;
     for (int i = 0; i < kBuckets; ++i) {
-      const int bucket = (i * 5 + self * 2) % kBuckets;
-      pending.push_back(exchange->all_gather(buckets[bucket], bucket));
+      const int number = (i * 5 + self * 2) % kBuckets;
+      pending.push_back(exchange->all_gather(buckets[number], bucket(number)));
     }
     std::reverse(pending.begin(), pending.end());
     for (auto& one : pending) one->wait();
@@ -170,10 +175,33 @@ TEST(Exchange, CountsTwoShardsLessOwnOnTheWire) {
   test::run_ranks(4, [](const ProcessGroupPtr& group) {
     auto exchange = make_exchange(group, {.kind = ExchangeKind::kPairwise, .channel = 0});
     auto parts = make_parts(4, 10, true, 0);
-    exchange->all_gather(parts, 0)->wait();
+    exchange->all_gather(parts, bucket(0))->wait();
     EXPECT_EQ(exchange->traffic().bytes_sent, 3 * 40);
     EXPECT_EQ(exchange->traffic().bytes_received, 3 * 40);
   });
+}
+
+TEST(MessageTag, DiffersByKindAndNumber) {
+  std::set<int> values;
+  for (auto kind :
+       {MessageKind::kBucket, MessageKind::kPartialStep, MessageKind::kReduceToOwners}) {
+    for (int number : {0, 1, 0x3fff, 0x4000, 0x7fff, 0x8000, 0xffff}) {
+      values.insert(MessageTag(kind, number).value());
+    }
+  }
+  for (auto message : {ControlMessage::kMeet, ControlMessage::kUsedParams,
+                       ControlMessage::kLentGradients, ControlMessage::kParamStatus,
+                       ControlMessage::kStateSizes, ControlMessage::kStateCatalogues}) {
+    values.insert(MessageTag(message).value());
+  }
+  EXPECT_EQ(values.size(), 3 * 7 + 6);
+  EXPECT_GE(*values.begin(), 0);
+  EXPECT_LT(*values.rbegin(), 1 << MessageTag::kBits);
+}
+
+TEST(MessageTag, RefusesWhatDoesNotFit) {
+  EXPECT_THROW(MessageTag::bucket(0x10000), c10::ValueError);
+  EXPECT_THROW(MessageTag::bucket(-1), c10::ValueError);
 }
 
 TEST(Exchange, AutoSharesMemoryOnOneHost) {
@@ -193,7 +221,7 @@ TEST(Exchange, AbsentRankIsNamedWithinTheTimeout) {
         auto exchange = make_exchange(group, {.kind = ExchangeKind::kPairwise, .channel = 0});
         auto parts = make_parts(2, 10, true, 0);
         try {
-          exchange->all_gather(parts, 0)->wait();
+          exchange->all_gather(parts, bucket(0))->wait();
           FAIL() << "expected an error";
         } catch (const std::exception& error) {
           EXPECT_NE(std::string(error.what()).find("rank 1 (rank 0 of 2)"), std::string::npos)

@@ -186,6 +186,28 @@ TEST(ZeroHooks, ToOwnersByEveryExchange) {
   }
 }
 
+// They want one order on every rank, whenever a rank's reductions happen to be done.
+TEST(ZeroHooks, EqualDdpOnTheBackendsOwnCollectives) {
+  for (int world_size : {2, 3}) {
+    run_ranks(world_size, [](const ProcessGroupPtr& group) {
+      for (int bits = 0; bits < 32; ++bits) {
+        run_parity(group,
+                   {.view = (bits & 1) != 0,
+                    .static_graph = (bits & 2) != 0,
+                    .hook = kHooks[(bits >> 2) & 1],
+                    .sharding = (bits & 8) != 0 ? Sharding::kElement : Sharding::kParameter,
+                    .reduce = kReductions[bits >> 4],
+                    .exchange = ExchangeKind::kNative},
+                   local_optimizer(AdamWOptions(0.01)));
+        if (testing::Test::HasFailure()) {
+          ADD_FAILURE() << "combination " << bits;
+          return;
+        }
+      }
+    });
+  }
+}
+
 TEST(ZeroHooks, EveryOptimizer) {
   run_ranks(2, [](const ProcessGroupPtr& group) {
     for (const auto& local : {local_optimizer(torch::optim::AdamOptions(0.01).amsgrad(true)),

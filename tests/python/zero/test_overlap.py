@@ -1,6 +1,8 @@
 """The update inside DDP's backward pass: beside DDP with the same local optimizer, to the bit."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -46,6 +48,7 @@ class Overlapped:
         optimizer_class=torch.optim.Adam,
         *,
         sharding="parameter",
+        exchange="auto",
         shard_buckets=False,
         reduce=allreduce_hook,
         groups=None,
@@ -61,6 +64,7 @@ class Overlapped:
             optimizer_class,
             overlap_with_ddp=True,
             sharding=sharding,
+            exchange=exchange,
             **defaults,
         )
         self.local = optimizer_class(groups(list(self.reference.parameters())), **defaults)
@@ -94,6 +98,19 @@ def test_parity_from_the_first_iteration(hook, sharding):
     for view, static, shard in itertools.product([False, True], repeat=3):
         ddp = {"gradient_as_bucket_view": view, "static_graph": static}
         pair = Overlapped(hook, sharding=sharding, shard_buckets=shard, ddp=ddp)
+        pair.run(4)
+        assert_same_on_all_ranks(pair.ddp.parameters())
+
+
+@ours
+@every_hook
+@every_sharding
+@on_ranks(2, 3)
+def test_parity_on_the_backends_own_collectives(hook, sharding):
+    """They want one order on every rank, whenever a rank's reductions happen to be done."""
+    for view, static in itertools.product([False, True], repeat=2):
+        ddp = {"gradient_as_bucket_view": view, "static_graph": static}
+        pair = Overlapped(hook, sharding=sharding, exchange="native", ddp=ddp)
         pair.run(4)
         assert_same_on_all_ranks(pair.ddp.parameters())
 
@@ -419,3 +436,19 @@ def test_the_model_and_the_hook_can_be_dropped(hook):
         pair.run(2)
         del pair
     dist.barrier()
+
+
+@ours
+@on_ranks(2)
+def test_what_is_under_way_outlives_the_optimizer():
+    zero = ZeroRedundancyOptimizer(
+        make_parameters(9, 7), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+    )
+    pending = zero.engine.after_partial_step([(0, torch.ones(9)), (1, torch.ones(7))], 0)
+    engine = weakref.ref(zero.engine)
+    del zero
+    gc.collect()
+    assert engine() is not None
+    pending.wait()
+    del pending
+    assert engine() is None

@@ -1,0 +1,52 @@
+#pragma once
+
+// The tags of all messages between the ranks of an optimizer: what kind of message, and its number
+// within that kind. Different kinds and numbers never meet.
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+
+namespace shardstep {
+
+enum class MessageKind : int {
+  kBucket,          // parameters, gradients and state of a bucket of the engine
+  kPartialStep,     // parameters that were updated inside DDP's backward pass
+  kReduceToOwners,  // gradients of a bucket of DDP
+  kControl,         // numbered by ControlMessage
+};
+
+enum class ControlMessage : int {
+  kMeet,
+  kUsedParams,
+  kLentGradients,
+  kParamStatus,
+  kStateSizes,
+  kStateCatalogues,
+};
+
+class MessageTag {
+ public:
+  static constexpr int kKindBits = 2, kNumberBits = 16;
+  static constexpr int kBits = kKindBits + kNumberBits;
+
+  // Throws if `number` is too large for a tag.
+  MessageTag(MessageKind kind, int64_t number)
+      : value_(static_cast<int>(kind) << kNumberBits | static_cast<int>(number)) {
+    TORCH_CHECK_VALUE(number >= 0 && number < int64_t{1} << kNumberBits,
+                      "shardstep: expected at most ", int64_t{1} << kNumberBits,
+                      " buckets, got bucket number ", number, "; raise bucket_cap_mb");
+  }
+  MessageTag(ControlMessage message)
+      : MessageTag(MessageKind::kControl, static_cast<int64_t>(message)) {}
+
+  static MessageTag bucket(int64_t number) { return {MessageKind::kBucket, number}; }
+
+  // From 0 to 2^kBits - 1.
+  int value() const { return value_; }
+
+ private:
+  int value_;
+};
+
+}  // namespace shardstep

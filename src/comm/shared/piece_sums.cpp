@@ -1,0 +1,278 @@
+#include "comm/shared/piece_sums.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/shared/copy_past_caches.h"
+
+namespace shardstep::detail {
+
+PieceSums::PieceSums(SharedMemory& shared, int64_t key)
+    : shared_(shared),
+      layout_(header_bytes(shared.world_size()),
+              std::vector<int64_t>(shared.world_size(), kPlaces * kPieceBytes)),
+      segment_(shared.allocate(key, layout_, SharedMemory::ReserveOwn::kLater)),
+      read_(shared.world_size()) {}
+
+int64_t PieceSums::header_bytes(int world_size) {
+  return world_size * static_cast<int64_t>(sizeof(Source)) +
+         int64_t{world_size} * world_size * static_cast<int64_t>(sizeof(Mailbox));
+}
+
+PieceSums::Source& PieceSums::source(int rank) {
+  return reinterpret_cast<Source*>(segment_.memory.get())[rank];
+}
+
+PieceSums::Mailbox& PieceSums::mailbox(int source, int owner) {
+  const int world_size = shared_.world_size();
+  auto* const boxes = reinterpret_cast<Mailbox*>(segment_.memory.get() +
+                                                 world_size * static_cast<int64_t>(sizeof(Source)));
+  return boxes[source * world_size + owner];
+}
+
+std::byte* PieceSums::place(int source, uint32_t place) {
+  return segment_.memory.get() + layout_.begin(source) + place * kPieceBytes;
+}
+
+std::shared_ptr<PieceSum> PieceSums::start(const Parts& parts, MessageTag tag,
+                                           const std::vector<at::Tensor>& into,
+                                           const SumOptions& options) {
+  const std::shared_ptr<PieceSum> sum(new PieceSum(tag, options));
+  sum->own_ = parts[shared_.rank()];
+  sum->into_ = into;
+  for (const auto& tensor : sum->own_) sum->to_sum_.add(tensor.numel());
+  sum->outgoing_.resize(shared_.world_size());
+  for (int owner = 0; owner < shared_.world_size(); ++owner) {
+    auto& [tensors, elements] = sum->outgoing_[owner];
+    for (const auto& tensor : parts[owner]) {
+      sum->sent_as_ = options.rounded_to.value_or(tensor.scalar_type());
+      if (owner == shared_.rank()) continue;
+      tensors.push_back(tensor);
+      elements.add(tensor.numel());
+    }
+  }
+  TORCH_INTERNAL_ASSERT(adding_.count(tag.value()) == 0);
+  adding_[tag.value()] = sum;
+  posting_.push_back(sum);
+  look();
+  post_what_fits();
+  add_up(*sum);
+  return sum;
+}
+
+bool PieceSums::done_by(const PieceSum& sum, std::chrono::steady_clock::time_point end) {
+  auto& bell = shared_.mail_bell(shared_.rank());
+  for (;;) {
+    look();
+    if (sum.done()) return true;
+    const auto left = end - std::chrono::steady_clock::now();
+    if (left <= std::chrono::steady_clock::duration::zero()) return false;
+    bell.wait(heard_, left);
+  }
+}
+
+void PieceSums::finish(const PieceSum& sum) {
+  // About as long as a wake-up takes.
+  for (int i = 0; i < 1000; ++i) {
+    look();
+    if (sum.done()) return;
+    spin_pause();
+  }
+  constexpr std::chrono::milliseconds kPatience{1}, kLongPatience{100};
+  using Clock = std::chrono::steady_clock;
+  auto& activity = source(shared_.rank()).activity;
+  auto last = Clock::now();
+  const auto done = [&] {
+    const uint32_t heard = heard_;
+    look();
+    if (sum.done()) return true;
+    if (heard_ != heard) last = Clock::now();
+    activity.store(posting_.empty() ? kWaits : kWaitsForPlaces, std::memory_order_relaxed);
+    const auto waited = Clock::now() - last;
+    if (waited > kPatience) move_out(/*also_if_missing_is_on_its_way=*/waited > kLongPatience);
+    return false;
+  };
+  const auto what = [&] { return c10::str("the gradients with tag ", sum.tag_.value()); };
+  shared_.wait_until(done, {shared_.mail_bell(shared_.rank()), [&] { return missing_rank(sum); },
+                            what, kPatience});
+  activity.store(kComputes, std::memory_order_relaxed);
+}
+
+// Does what other ranks have made possible since the last time.
+void PieceSums::look() {
+  const uint32_t heard = shared_.mail_bell(shared_.rank()).heard();
+  if (heard == heard_) return;
+  heard_ = heard;
+  for (int tag : take_notes()) {
+    const auto sum = adding_.find(tag);
+    if (sum != adding_.end()) add_up(*sum->second);
+  }
+  post_what_fits();
+}
+
+std::optional<uint32_t> PieceSums::free_place() {
+  if (free_.empty()) {
+    for (int owner = 0; owner < shared_.world_size(); ++owner) {
+      if (owner == shared_.rank()) continue;
+      auto& queue = mailbox(shared_.rank(), owner).places_back;
+      while (const auto place = queue.pop(read_[owner].places_back)) {
+        TORCH_INTERNAL_ASSERT(*place < reserved_);
+        free_.push_back(*place);
+      }
+    }
+  }
+  if (free_.empty() && reserved_ < kPlaces) {
+    const int64_t begin = layout_.begin(shared_.rank()) + reserved_ * kPieceBytes;
+    const int error = segment_.reserve(begin, begin + kPieceBytes);
+    if (error == 0) free_.push_back(reserved_++);
+    // With fewer places it only takes longer.
+    if (reserved_ == 0) shared_.throw_no_room(kPieceBytes, error);
+  }
+  if (free_.empty()) return std::nullopt;
+  const uint32_t place = free_.back();
+  free_.pop_back();
+  return place;
+}
+
+// Owners take turns, so that all of them have something to do.
+void PieceSums::post_what_fits() {
+  while (!posting_.empty()) {
+    auto& sum = *posting_.front();
+    for (bool any = true; any;) {
+      any = false;
+      for (int distance = 1; distance < shared_.world_size(); ++distance) {
+        const int owner = (shared_.rank() + distance) % shared_.world_size();
+        if (sum.outgoing_[owner].elements.left() == 0) continue;
+        const auto place = free_place();
+        if (!place) return;
+        post_piece(sum, owner, *place);
+        any = true;
+      }
+    }
+    sum.outgoing_.clear();
+    sum.posted_ = true;
+    posting_.pop_front();
+  }
+}
+
+void PieceSums::post_piece(PieceSum& sum, int owner, uint32_t place) {
+  auto& [tensors, elements] = sum.outgoing_[owner];
+  std::byte* to = this->place(shared_.rank(), place);
+  const auto item = static_cast<int64_t>(c10::elementSize(sum.sent_as_));
+  elements.advance(kPieceBytes / item, [&](size_t which, int64_t offset, int64_t size) {
+    const auto& tensor = tensors[which];
+    if (tensor.scalar_type() == sum.sent_as_) {
+      const auto* from = static_cast<const std::byte*>(tensor.const_data_ptr());
+      copy_past_caches(to, from + offset * item, size * item);
+    } else {
+      at::from_blob(to, {size}, tensor.options().dtype(sum.sent_as_))
+          .copy_(tensor.narrow(0, offset, size));
+    }
+    to += size * item;
+  });
+  mailbox(shared_.rank(), owner).notes.push({sum.tag_.value(), place});
+  shared_.mail_bell(owner).ring();
+}
+
+// The tags of pieces that have come.
+std::vector<int> PieceSums::take_notes() {
+  std::vector<int> tags;
+  for (int from = 0; from < shared_.world_size(); ++from) {
+    if (from == shared_.rank()) continue;
+    const auto& queue = mailbox(from, shared_.rank()).notes;
+    while (const auto note = queue.pop(read_[from].notes)) {
+      TORCH_INTERNAL_ASSERT(note->place < kPlaces);
+      auto& arrived = arrived_[note->tag];
+      arrived.resize(shared_.world_size());
+      arrived[from].push_back({note->place, {}});
+      if (tags.empty() || tags.back() != note->tag) tags.push_back(note->tag);
+    }
+  }
+  return tags;
+}
+
+// As far as all ranks' pieces are there.
+void PieceSums::add_up(PieceSum& sum) {
+  if (sum.to_sum_.left() > 0) {
+    const auto found = arrived_.find(sum.tag_.value());
+    if (found == arrived_.end()) return;
+    auto& arrived = found->second;
+    while (sum.to_sum_.left() > 0) {
+      if (missing_rank(sum) != shared_.rank()) return;
+      add_up_piece(sum, arrived);
+    }
+  }
+  sum.own_.clear();
+  sum.into_.clear();
+  adding_.erase(sum.tag_.value());
+}
+
+void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
+  at::NoGradGuard no_grad;
+  const auto item = static_cast<int64_t>(c10::elementSize(sum.sent_as_));
+  int64_t begin = 0;  // in the piece
+  sum.to_sum_.advance(kPieceBytes / item, [&](size_t which, int64_t offset, int64_t size) {
+    const auto& own = sum.own_[which];
+    std::vector<at::Tensor> terms;
+    for (int rank = 0; rank < shared_.world_size(); ++rank) {
+      if (rank == shared_.rank()) {
+        terms.push_back(own.narrow(0, offset, size));
+        continue;
+      }
+      const auto& [place, moved] = arrived[rank].front();
+      auto* const piece = moved.defined() ? static_cast<std::byte*>(moved.mutable_data_ptr())
+                                          : this->place(rank, place);
+      terms.push_back(
+          at::from_blob(piece + begin * item, {size}, own.options().dtype(sum.sent_as_)));
+    }
+    sum.squares_ +=
+        sum_in_rank_order(terms, sum.into_[which].narrow(0, offset, size), sum.options_);
+    begin += size;
+  });
+  for (int rank = 0; rank < shared_.world_size(); ++rank) {
+    if (rank == shared_.rank()) continue;
+    const auto piece = std::move(arrived[rank].front());
+    arrived[rank].pop_front();
+    if (piece.moved.defined()) continue;
+    mailbox(rank, shared_.rank()).places_back.push(piece.place);
+    shared_.mail_bell(rank).ring();
+  }
+}
+
+// Out of the places of ranks that wait for some. A piece that is missing to add them up is on its
+// way if its rank computes. This only moves memory from one rank to another.
+void PieceSums::move_out(bool also_if_missing_is_on_its_way) {
+  const auto activity_of = [&](int rank) {
+    return source(rank).activity.load(std::memory_order_relaxed);
+  };
+  for (auto& [tag, arrived] : arrived_) {
+    const auto sum = adding_.find(tag);
+    const bool on_its_way =
+        sum != adding_.end() && activity_of(missing_rank(*sum->second)) == kComputes;
+    if (on_its_way && !also_if_missing_is_on_its_way) continue;
+    for (int from = 0; from < shared_.world_size(); ++from) {
+      if (activity_of(from) != kWaitsForPlaces) continue;
+      for (auto& [place, moved] : arrived[from]) {
+        if (moved.defined()) continue;
+        moved = at::empty({kPieceBytes}, at::kByte);
+        std::memcpy(moved.mutable_data_ptr(), this->place(from, place), kPieceBytes);
+        mailbox(from, shared_.rank()).places_back.push(place);
+        shared_.mail_bell(from).ring();
+      }
+    }
+  }
+}
+
+// The first rank whose next piece has not come; this rank if none.
+int PieceSums::missing_rank(const PieceSum& sum) const {
+  const auto arrived = arrived_.find(sum.tag_.value());
+  for (int rank = 0; rank < shared_.world_size(); ++rank) {
+    if (rank == shared_.rank() || sum.to_sum_.left() == 0) continue;
+    if (arrived == arrived_.end() || arrived->second[rank].empty()) return rank;
+  }
+  return shared_.rank();
+}
+
+}  // namespace shardstep::detail
