@@ -57,8 +57,8 @@ struct CheckpointOptions {
 
 struct ZeroOptions {
   // 1: gradients arrive whole, as DistributedDataParallel leaves them. 2: the optimizer averages
-  // them over the ranks during the backward pass, each rank keeps what it owns, and `.grad` is
-  // gone.
+  // them over the ranks during the backward pass, and each rank keeps what it owns. `.grad` is then
+  // a tensor without memory: operations on it throw, and say what to call.
   TORCH_ARG(int, stage) = 1;
   // The default group if null.
   TORCH_ARG(ProcessGroupPtr, process_group);
@@ -113,9 +113,13 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // closure's loss. Collective.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Stage 2 as well: forgets the gradients since the last step. If a backward pass threw on this
-  // rank, it makes up for what the others wait for.
+  // Stage 2 as well: forgets the gradients. If a backward pass threw on this rank, it makes up for
+  // what the others wait for.
   void zero_grad(bool set_to_none = true);
+
+  // The whole gradient of a parameter of this optimizer; undefined if there is none. Collective in
+  // stage 2.
+  at::Tensor full_gradient(const at::Tensor& param);
 
   // Stage 2: while the returned object lives, backward passes add up in `.grad` without talking to
   // other ranks; the next one behind it takes that along.

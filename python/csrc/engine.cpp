@@ -147,12 +147,64 @@ void bind_values(py::module_& module) {
       .def("wait", torch::wrap_pybind_function_no_gil([](Pending& pending) { pending.wait(); }));
 }
 
+GradientStatistic statistic_named(const std::string& name) {
+  return choose<GradientStatistic>("a statistic",
+                                   {{"norm", GradientStatistic::kNorm},
+                                    {"sum", GradientStatistic::kSum},
+                                    {"largest", GradientStatistic::kLargest},
+                                    {"smallest", GradientStatistic::kSmallest},
+                                    {"nans", GradientStatistic::kNans},
+                                    {"infinities", GradientStatistic::kInfinities}},
+                                   name);
+}
+
+bool all_finite(ShardedGradients& gradients, const std::vector<int64_t>& params) {
+  const auto finite = gradients.finite();
+  return std::all_of(params.begin(), params.end(), [&](int64_t param) { return finite[param]; });
+}
+
+std::optional<at::Tensor> defined(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
+void bind_gradients(py::module_& module) {
+  using torch::wrap_pybind_function_no_gil;
+  using Params = std::vector<int64_t>;
+  using Limit = std::optional<double>;
+  py::class_<ShardedGradients>(module, "ShardedGradients")
+      .def("statistic", wrap_pybind_function_no_gil([](ShardedGradients& gradients, int64_t param,
+                                                       const std::string& name, double norm_type) {
+             return gradients.statistic(statistic_named(name), norm_type).at(param);
+           }))
+      .def("all_finite", wrap_pybind_function_no_gil(all_finite))
+      .def("whole", wrap_pybind_function_no_gil([](ShardedGradients& gradients, int64_t param) {
+             return defined(gradients.whole(param));
+           }))
+      .def("own", wrap_pybind_function_no_gil([](ShardedGradients& gradients, int64_t param) {
+             return defined(gradients.own(param));
+           }))
+      .def("changed", wrap_pybind_function_no_gil(
+                          [](ShardedGradients& gradients, int64_t param, const std::string& how) {
+                            gradients.changed(param, how);
+                          }))
+      .def("scale",
+           wrap_pybind_function_no_gil([](ShardedGradients& gradients, const Params& params,
+                                          double factor) { gradients.scale(params, factor); }))
+      .def("clamp", wrap_pybind_function_no_gil(
+                        [](ShardedGradients& gradients, const Params& params, Limit min,
+                           Limit max) { gradients.clamp(params, min, max); }))
+      .def("zero",
+           wrap_pybind_function_no_gil(
+               [](ShardedGradients& gradients, const Params& params) { gradients.zero(params); }));
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
   using torch::wrap_pybind_function;
   using torch::wrap_pybind_function_no_gil;
   bind_values(module);
+  bind_gradients(module);
   py::class_<ShardEngine, std::shared_ptr<ShardEngine>>(module, "ShardEngine")
       .def(py::init(wrap_pybind_function(
                [](ProcessGroupPtr group, int stage, const std::string& sharding,
@@ -191,6 +243,14 @@ void bind_engine(py::module_& module) {
       .def("after_partial_step", wrap_pybind_function_no_gil(after_partial_step),
            py::keep_alive<0, 1>())
       .def("drop_sums", wrap_pybind_function_no_gil([](ShardEngine& e) { e.drop_sums(); }))
+      .def_property_readonly("gradients", &ShardEngine::gradients,
+                             py::return_value_policy::reference_internal)
+      .def_property_readonly("replaced_gradient", &ShardEngine::replaced_gradient)
+      .def("set_stand_in",
+           wrap_pybind_function([](ShardEngine& engine, int64_t param, const at::Tensor& stand_in) {
+             engine.set_stand_in(param, stand_in);
+           }))
+      .def("show_gradients", wrap_pybind_function([](ShardEngine& e) { e.show_gradients(); }))
       .def("clip_grad_norm",
            wrap_pybind_function_no_gil(
                [](ShardEngine& engine, double max_norm, double norm_type, bool error_if_nonfinite) {

@@ -1,56 +1,133 @@
-"""Modules wait for their parameters to arrive, so that step() may return while they travel."""
+"""Parameters that travel while the next forward begins (`overlap_forward`): whoever reads or writes
+one through its module waits for it."""
 
+import copy
 import weakref
+from collections.abc import ItemsView, Iterable, Iterator, ValuesView
 from typing import Any
 
 import torch
 
-from shardstep._sharded_optimizer import ShardedOptimizer
+from shardstep._C import ShardEngine
+
+Parameters = dict[str, torch.nn.Parameter | None]
 
 
-class _WaitForParameters:
-    """A hook of a module: waits for its own parameters, or for those inside it too."""
+class Arrivals:
+    """Which parameters may still be on their way."""
 
-    def __init__(self, optimizer: ShardedOptimizer | None, recurse: bool) -> None:
+    def __init__(self, index_of: dict[Any, int]) -> None:
+        self._index_of = index_of
+        self._pending: set[int] = set()
+        # The engine brings the parameters, also if the optimizer is gone by then.
+        self._engine: ShardEngine | None = None
+
+    def expect_all(self, engine: ShardEngine) -> None:
+        self._pending = set(self._index_of.values())
+        self._engine = engine
+
+    def forget(self) -> None:
+        """They are all there."""
+        self._pending.clear()
+        self._engine = None
+
+    def wait_for(self, parameters: Iterable[Any]) -> None:
+        indices = [self._index_of.get(parameter, -1) for parameter in parameters]
+        indices = [index for index in indices if index in self._pending]
+        if not indices or self._engine is None:
+            return
+        self._engine.wait_for(indices)
+        self._pending.difference_update(indices)
+        if not self._pending:
+            self._engine = None
+
+    def wait_but_for(self, parameters: set[Any]) -> None:
+        """For those that are none of these."""
+        self.wait_for([p for p in self._index_of if p not in parameters])
+
+
+class WaitingParameters(Parameters):
+    """A module's own parameters by name. torch looks them up here whenever somebody names one,
+    lists them, saves or loads them; a copy is an ordinary dict."""
+
+    arrivals: Arrivals
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if self.arrivals._pending:
+            self.arrivals.wait_for([parameter])
+        return parameter
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._wait()
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._wait()
+        return super().pop(name, *default)
+
+    def values(self) -> ValuesView[torch.nn.Parameter | None]:  # type: ignore[override]
+        self._wait()
+        return super().values()
+
+    def items(self) -> ItemsView[str, torch.nn.Parameter | None]:  # type: ignore[override]
+        self._wait()
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:  # else dict(this) would not look at the methods above
+        return super().__iter__()
+
+    def copy(self) -> Parameters:
+        return dict(self.items())
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (), None, None, iter(self.copy().items())
+
+    def _wait(self) -> None:
+        if self.arrivals._pending:
+            self.arrivals.wait_for(super().values())
+
+
+class _BeforeForward:
+    """A hook of the root: waits for what no module of it would wait for."""
+
+    def __init__(self, arrivals: Arrivals | None) -> None:
         # The module outlives the optimizer in many programs.
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self._recurse = recurse
+        self._arrivals = None if arrivals is None else weakref.ref(arrivals)
 
-    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None:
-            indices = map(optimizer._index_of.get, module.parameters(self._recurse))
-            optimizer.engine.wait_for([index for index in indices if index is not None])
+    def __call__(self, root: torch.nn.Module, *_: Any) -> None:
+        arrivals = None if self._arrivals is None else self._arrivals()
+        if arrivals is not None and arrivals._pending:
+            arrivals.wait_but_for(_watch(root, arrivals))
 
     def __reduce__(self) -> Any:
         """A copy of the module has parameters that nobody sends."""
-        return _WaitForParameters, (None, self._recurse)
+        return _BeforeForward, (None,)
 
 
-def wait_in_forward(optimizer: ShardedOptimizer, root: torch.nn.Module) -> None:
-    """Every module of `root` waits, before its forward, for the parameters that it may read."""
-    wait_for_own = _WaitForParameters(optimizer, recurse=False)
-    wait_for_whole = _WaitForParameters(optimizer, recurse=True)
+def wait_in(root: torch.nn.Module, arrivals: Arrivals) -> None:
+    """Every module of `root` waits for its parameters when they are looked at.
 
-    def watch(module: torch.nn.Module) -> None:
-        if _leaves_parameters_to_children(module):
-            module.register_forward_pre_hook(wait_for_own)
-            for child in module.children():
-                watch(child)
-        else:
-            module.register_forward_pre_hook(wait_for_whole)
-
-    watch(root)
-    root.register_state_dict_pre_hook(wait_for_whole)  # type: ignore[no-untyped-call]
-
-
-def _leaves_parameters_to_children(module: torch.nn.Module) -> bool:
-    """Whether a module's forward leaves its children's parameters to their own forwards.
-
-    torch's own modules may not: attention reads the weight of its projection itself.
+    Parameters that no module of it lists, and those of scripted modules, are waited for before the
+    root's forward.
     """
-    lists = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
-    if isinstance(module, lists):
-        return True
-    ours = not type(module).__module__.startswith("torch.")
-    return ours and any(isinstance(inner, lists) for inner in module.modules())
+    _watch(root, arrivals)
+    root.register_forward_pre_hook(_BeforeForward(arrivals))
+
+
+def _watch(root: torch.nn.Module, arrivals: Arrivals) -> set[Any]:
+    """Makes the modules of `root` wait, new ones too. Returns the parameters that they list."""
+    known: set[Any] = set()
+    for module in root.modules():
+        parameters = module.__dict__.get("_parameters")
+        if type(parameters) is dict and parameters:
+            module.__dict__["_parameters"] = parameters = WaitingParameters(parameters)
+        if isinstance(parameters, WaitingParameters):
+            parameters.arrivals = arrivals
+            known.update(dict.values(parameters))
+    return known

@@ -1,51 +1,91 @@
 """Stage 2's gradients, of which each rank has the sums of what it owns: clipping, forgetting,
-accumulating, and what a GradScaler finds."""
+accumulating, and what generic code finds in `.grad`."""
 
 import contextlib
-import math
-import sys
+import weakref
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.algorithms.join import Join
 
+from shardstep._C import ShardedGradients
 from shardstep._param_groups import ParamGroup
+from shardstep._sharded_gradient import ShardedGradient
 from shardstep._sharded_optimizer import ShardedOptimizer
-
-_UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 class GradientMethods(ShardedOptimizer):
-    """zero_grad, no_sync, clip_grad_norm_ and clip_grad_value_."""
+    """zero_grad, no_sync, clip_grad_norm_, clip_grad_value_ and full_gradient."""
 
     initialized: bool
     _stage: int
+    _has_inputs: bool
+    _announced: bool
+    """Whether ranks that have joined know of this step already."""
+    _stand_ins: list[ShardedGradient]
+    """By parameter: what `.grad` is once the gradient is divided among the ranks."""
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        # torch's GradScaler looks for gradients here; in stage 2 the local optimizer has them.
-        if self._stage == 2 and sys._getframe(1).f_code is _UNSCALE:
-            return self._groups_to_unscale()
+        # A GradScaler looks for gradients here, and must find them on a rank without a batch too.
+        if self._stage == 2 and self.initialized:
+            self.engine.show_gradients()
         return self._param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[ParamGroup]) -> None:
         self._param_groups = groups
 
-    def _groups_to_unscale(self) -> list[ParamGroup]:
-        """What this rank owns, and a gradient that is inf everywhere if one is not finite anywhere.
+    def _make_stand_ins(self) -> None:
+        """Of the parameters that have none yet."""
+        if self.engine.gradients is None:
+            return
+        this = weakref.ref(self)
+        for index, parameter in list(enumerate(self._index_to_param))[len(self._stand_ins) :]:
+            stand_in = ShardedGradient(this, parameter, index)
+            self._stand_ins.append(stand_in)
+            self.engine.set_stand_in(index, stand_in)
 
-        So every rank skips the step or none does, also one that owns nothing. Collective.
-        """
-        norm = self.engine.clip_grad_norm(math.inf, math.inf, False)
-        verdict = torch.zeros(1, device=self._index_to_param[0].device)
-        verdict.grad = torch.full_like(verdict, 0.0 if math.isfinite(norm) else math.inf)
-        return [*self.optim.param_groups, {"params": [verdict]}]
+    def _take_back_aliases(self) -> None:
+        """`p.grad = p.grad.detach()` and the like leave the gradient as it was."""
+        parameters = self._index_to_param
+        while (index := self.engine.replaced_gradient) >= 0:
+            gradient = parameters[index].grad
+            if not isinstance(gradient, ShardedGradient) or not gradient.is_alias_of(
+                self._stand_ins[index]
+            ):
+                return
+            parameters[index].grad = self._stand_ins[index]
+
+    @property
+    def _sharded_gradients(self) -> ShardedGradients:
+        self._announce()
+        gradients = self.engine.gradients
+        assert gradients is not None
+        return gradients
+
+    def _announce(self) -> None:
+        """Once in a step: ranks that have joined make their share of it from here on."""
+        if self._has_inputs and not self._announced:
+            self._announced = True
+            Join.notify_join_context(self)
+
+    def _own_elements(self, index: int) -> tuple[int, int]:
+        """The range that this rank owns of a parameter, in memory order."""
+        for local in self._local:
+            if local.index == index:
+                return local.begin, local.end
+        return 0, 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients. After a backward pass that threw, call it on every rank."""
         super().zero_grad(set_to_none)
-        if self.initialized:
+        if not self.initialized:
+            return
+        if set_to_none or self.engine.gradients is None:
             self.engine.drop_sums()
+        else:
+            self.engine.gradients.zero(list(range(len(self._index_of))))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -56,6 +96,17 @@ class GradientMethods(ShardedOptimizer):
         finally:
             self.engine.sync = before
 
+    def full_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The whole gradient of a parameter; None if there is none. Collective in stage 2."""
+        if parameter not in self._index_of:
+            raise ValueError(
+                "shardstep: expected a parameter of this optimizer, got a tensor of shape "
+                f"{tuple(parameter.shape)} {self._where()}"
+            )
+        if self.engine.gradients is None:
+            return parameter.grad
+        return self._sharded_gradients.whole(self._index_of[parameter])
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -63,9 +114,11 @@ class GradientMethods(ShardedOptimizer):
 
         Returns what it was, the same on every rank. Collective.
         """
+        self._announce()
         norm = self.engine.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite)
         return torch.tensor(norm)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Stage 2: clips every element of the gradients. Collective."""
+        self._announce()
         self.engine.clip_grad_value(float(clip_value))

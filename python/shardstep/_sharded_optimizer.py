@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardstep._C import LocalParam, ShardEngine
 from shardstep._errors import where
+from shardstep._forward_overlap import Arrivals
 from shardstep._overlap_info import _OverlapInfo
 from shardstep._param_groups import ParamGroup, options_of
 
@@ -38,6 +39,8 @@ class ShardedOptimizer(Optimizer, Joinable):
     """State by parameter index, or under other keys of the local optimizer's."""
     _may_have_state: bool
     """Whether any rank may have state that its local optimizer did not start with."""
+    _arrivals: Arrivals | None
+    """With overlap_forward: which parameters may still be on their way."""
 
     @staticmethod
     def _sync_param_groups(src_param_groups: list[Any], dst_param_groups: list[Any]) -> None:
@@ -65,6 +68,8 @@ class ShardedOptimizer(Optimizer, Joinable):
     def wait(self) -> None:
         """Returns when the parameters have arrived that step() left travelling."""
         self.engine.wait()
+        if self._arrivals is not None:
+            self._arrivals.forget()
 
     def _where(self) -> str:
         return where(self.rank, self.world_size)

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer as _TorchZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
@@ -21,8 +21,9 @@ from shardstep._C import Checkpointer, ShardEngine
 from shardstep._checkpoint import CheckpointMethods
 from shardstep._elementwise import check_optimizer_class, is_known_elementwise, refuse_lbfgs
 from shardstep._errors import telling_every_rank, where
-from shardstep._forward_overlap import wait_in_forward
+from shardstep._forward_overlap import Arrivals, wait_in
 from shardstep._gradients import GradientMethods
+from shardstep._module import broadcast, describe_module, module_to_follow
 from shardstep._overlap_info import (  # torch's module has these names too
     _DDPBucketAssignment as _DDPBucketAssignment,
 )
@@ -84,8 +85,9 @@ class ZeroRedundancyOptimizer(
         overlap_with_ddp: the update runs inside DDP's backward pass, by a hook of
             shardstep.ddp_zero_hook; step() only warns.
         stage: 1: gradients arrive whole, as DDP leaves them. 2: the optimizer averages them over
-            the ranks during the backward pass; each rank keeps what it owns, `.grad` is gone, and
-            no DDP is needed.
+            the ranks during the backward pass, without DDP, and each rank keeps what it owns.
+            `.grad` then holds no memory: it answers norms and the like for the whole gradient,
+            collectively, and can be scaled in place. full_gradient() gives the whole one.
         sharding: "parameter": every parameter belongs to one rank. "element": every rank owns
             equally many elements, and dtypes may be mixed.
         exchange: "native" (c10d's collectives), "pairwise" (messages between every two ranks),
@@ -96,10 +98,15 @@ class ZeroRedundancyOptimizer(
         share_parameters: in stage 2, with ranks on one host: one copy of the parameters for all of
             them. On the condition that no rank changes parameters by itself, and that none reads
             them while another is in step().
-        overlap_forward: in stage 2, the module that the parameters are of: step() returns while
-            they still travel, and the next forward waits for them module by module: for those of
-            a module in a list (ModuleList, Sequential) when its turn comes. Before you read
-            parameters elsewhere, call wait(); the module's state_dict() does.
+        overlap_forward: in stage 2, with `module`: step() returns while parameters still travel.
+            Whoever reads or writes one through the module waits for it: in forward and any other
+            method, by attribute, parameters(), state_dict() and load_state_dict(). Parameters that
+            the module does not list are waited for before its forward. If you kept a parameter
+            elsewhere, call wait() before you look at it.
+        module: in stage 2, the module that the parameters are of. Its other parameters and its
+            buffers start as rank 0's. Without it, buffers are your own affair.
+        broadcast_buffers: the module's buffers become rank 0's in each step(), as DDP makes them
+            before the next forward.
         gradient_dtype: in stage 2, torch.bfloat16 or torch.float16: wider gradients are rounded to
             it and travel at half the width; their owner adds them up in their own dtype.
         elementwise: says that optimizer_class, which is not among torch's that are known to be,
@@ -121,7 +128,9 @@ class ZeroRedundancyOptimizer(
         exchange: str = "auto",
         bucket_cap_mb: float | None = None,
         share_parameters: bool = False,
-        overlap_forward: torch.nn.Module | None = None,
+        overlap_forward: bool | torch.nn.Module = False,
+        module: torch.nn.Module | None = None,
+        broadcast_buffers: bool = True,
         gradient_dtype: torch.dtype | None = None,
         elementwise: bool = False,
         **defaults: Any,
@@ -132,6 +141,12 @@ class ZeroRedundancyOptimizer(
         self._join_group(process_group)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._has_inputs = True
+        self._announced = False
+        self._stand_ins = []
+        self._module: torch.nn.Module | None = None
+        self._broadcast_buffers = broadcast_buffers
+        self._arrivals = None
+        overlaps_forward = overlap_forward is not None and overlap_forward is not False
         self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = _OverlapInfo(self.world_size)
         self._overlapped_steps = []
@@ -143,6 +158,7 @@ class ZeroRedundancyOptimizer(
         self._consolidated = None
         self._may_have_state = False
         with telling_every_rank(self._adopt_first_groups, self._where()):
+            self._module = module_to_follow(module, overlap_forward, stage)
             self.engine = ShardEngine(
                 self.process_group,
                 stage=stage,
@@ -152,7 +168,7 @@ class ZeroRedundancyOptimizer(
                 bucket_cap_mb=bucket_cap_mb,
                 overlap=overlap_with_ddp,
                 share_parameters=share_parameters,
-                overlap_forward=overlap_forward is not None,
+                overlap_forward=overlaps_forward,
                 gradient_dtype=gradient_dtype,
             )
             check_optimizer_class(
@@ -172,8 +188,15 @@ class ZeroRedundancyOptimizer(
         self._pull_options()
         self.state = self.optim.state
         self.initialized = True
-        if overlap_forward is not None:
-            wait_in_forward(self, overlap_forward)
+        if self._module is not None:
+            self._follow_module(self._module, overlaps_forward)
+
+    def _follow_module(self, module: torch.nn.Module, overlaps_forward: bool) -> None:
+        others = [p for p in module.parameters() if p not in self._index_of]
+        broadcast([*others, *module.buffers()], self.process_group)
+        if overlaps_forward:
+            self._arrivals = Arrivals(self._index_of)
+            wait_in(module, self._arrivals)
 
     def _join_group(self, process_group: dist.ProcessGroup | None) -> None:
         group: Any = process_group if process_group is not None else dist.group.WORLD
@@ -218,10 +241,11 @@ class ZeroRedundancyOptimizer(
     def _adopt_groups(self, known: int, error: str | None) -> None:
         """Hands the groups from `known` on to the engine; if a rank cannot, none of them stays."""
         new = self.param_groups[known:]
+        of_module = describe_module(self._module) if known == 0 else ""
         groups = [
             (
                 list(dict.fromkeys(group["params"])),
-                describe(self._optimizer_class, {**self._arguments, **group}),
+                describe(self._optimizer_class, {**self._arguments, **group}) + of_module,
             )
             for group in new
         ]
@@ -237,6 +261,7 @@ class ZeroRedundancyOptimizer(
             times = Counter(self._index_of[param] for param in group["params"])
             local = self.engine.local_params(number)
             self._local_by_group.append([own for own in local for _ in range(times[own.index])])
+        self._make_stand_ins()
 
     def _local_groups(self, known: int) -> list[ParamGroup]:
         return [
@@ -268,6 +293,10 @@ class ZeroRedundancyOptimizer(
             self.engine.fail_step(f"{type(error).__name__}: {error}")
             raise
         self.engine.after_step()
+        if self._arrivals is not None:
+            self._arrivals.expect_all(self.engine)
+        if self._module is not None and self._broadcast_buffers:
+            broadcast(self._module.buffers(), self.process_group)
         return loss
 
     def _local_step(
@@ -281,8 +310,7 @@ class ZeroRedundancyOptimizer(
         `gradients`, one for each parameter that this rank owns, need overlap_with_ddp; without
         them the parameters' own are taken.
         """
-        if self._has_inputs:  # who has joined answers, and does not announce
-            Join.notify_join_context(self)
+        self._announce()
         self._push_options()
         self._may_have_state = True
         if gradients is not None:
@@ -307,6 +335,7 @@ class ZeroRedundancyOptimizer(
                 return loss
 
             loss = self.optim.step(closure=with_gradients, **kwargs)
+        self._announced = False
         self._pull_options()
         return loss  # type: ignore[no-any-return]
 
@@ -315,6 +344,7 @@ class ZeroRedundancyOptimizer(
         if first and self._join_config.enable:
             # torch's DDP leaves no gradients on a rank that has joined.
             self.engine.lend_gradients(self._has_inputs)
+        self._take_back_aliases()
         self.engine.before_step()
 
     # -- Join --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ namespace shardstep {
 
 enum class MessageKind : int {
   kBucket,          // parameters, gradients and state of a bucket of the engine
+  kArriving,        // parameters of a bucket that travel on after step()
   kPartialStep,     // parameters that were updated inside DDP's backward pass
   kReduceToOwners,  // gradients of a bucket of DDP
   kControl,         // numbered by ControlMessage
@@ -18,7 +19,9 @@ enum class MessageKind : int {
 
 enum class ControlMessage : int {
   kMeet,
-  kUsedParams,
+  kGradientMeeting,
+  kGradientValues,
+  kWholeGradient,
   kLentGradients,
   kParamStatus,
   kStateSizes,
@@ -27,7 +30,7 @@ enum class ControlMessage : int {
 
 class MessageTag {
  public:
-  static constexpr int kKindBits = 2, kNumberBits = 16;
+  static constexpr int kKindBits = 3, kNumberBits = 16;
   static constexpr int kBits = kKindBits + kNumberBits;
 
   // Throws if `number` is too large for a tag.

@@ -7,11 +7,12 @@
 
 #include "launch/who.h"
 #include "shard/bucket.h"
+#include "shard/stand_in.h"
 
 namespace shardstep {
 namespace {
 
-// What is said of a parameter's gradients since the last step.
+// What is said of a parameter's gradients.
 constexpr uint8_t kUsed = 1;
 constexpr uint8_t kUnfit = 2;  // one was not of the parameter that was added
 
@@ -22,15 +23,90 @@ at::Tensor flat_gradient(const at::Tensor& param) {
   return flat_view(in_order_of(param, dense.detach()));
 }
 
+// c10d's Reducer, which both DDPs run on, is the one that uses this class; hooks of users are
+// Python's, and ours have types of their own.
+bool is_hooked_by_ddp(torch::autograd::Node& accumulator) {
+  for (const auto& hook : accumulator.post_hooks()) {
+    if (dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get())) return true;
+  }
+  return false;
+}
+
 }  // namespace
+
+void check_not_under_ddp(const at::Tensor& param, int64_t index) {
+  if (!param.requires_grad()) return;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+  TORCH_CHECK_VALUE(
+      !accumulator || !is_hooked_by_ddp(*accumulator),
+      "shardstep: expected a model without DistributedDataParallel in stage 2, which averages the "
+      "gradients itself, got parameter ",
+      index, " of one that is under it; drop DistributedDataParallel, or use stage 1");
+}
+
+struct GradientHooks {
+  using Gradients = torch::autograd::variable_list;
+
+  struct Before : torch::autograd::FunctionPreHook {
+    Before(GradientReducer& reducer, GradientReducer::Watched& param)
+        : reducer(reducer), param(param) {}
+    Gradients operator()(const Gradients& gradients) override {
+      reducer.before_gradient(param);
+      return gradients;
+    }
+    GradientReducer& reducer;
+    GradientReducer::Watched& param;
+  };
+
+  struct After : torch::autograd::FunctionPostHook {
+    After(GradientReducer& reducer, GradientReducer::Watched& param)
+        : reducer(reducer), param(param) {}
+    Gradients operator()(const Gradients& outputs, const Gradients&) override {
+      reducer.on_gradient(param);
+      return outputs;
+    }
+    GradientReducer& reducer;
+    GradientReducer::Watched& param;
+  };
+};
+
+bool GradientReducer::Watched::sum_is_wanted() const {
+  const auto& gradient = reduced.param.grad();
+  return gradient.is_same(stand_in) || (set_aside && (arriving || gradient.defined()));
+}
 
 bool GradientReducer::Bucket::has_trainable() const {
   return std::any_of(params.begin(), params.end(), [](const Watched& p) { return p.trainable; });
 }
 
 void GradientReducer::Bucket::give_back() {
-  reduction->release();
+  if (sum_is_lent) reduction->release();
   sum_is_lent = false;
+}
+
+void GradientReducer::Bucket::copy_and_give_back() {
+  if (sum_is_lent) sum = sum.clone();
+  give_back();
+}
+
+void GradientReducer::Bucket::forget() {
+  sum.reset();
+  squares.reset();
+  give_back();
+}
+
+// What was lent must be given back before the next round.
+void GradientReducer::Bucket::keep_what_is_wanted() {
+  if (!sum.defined()) return;
+  const auto wanted = [](const Watched& param) { return param.sum_is_wanted(); };
+  if (std::none_of(params.begin(), params.end(), wanted)) return forget();
+  copy_and_give_back();
+  at::NoGradGuard no_grad;
+  for (auto& param : params) {
+    if (!param.own || wanted(param)) continue;
+    sum.narrow(0, param.own_offset, param.own->size()).zero_();
+    squares.reset();
+  }
 }
 
 GradientReducer::GradientReducer(Exchange& exchange, int rank, int world_size,
@@ -42,23 +118,35 @@ GradientReducer::GradientReducer(Exchange& exchange, int rank, int world_size,
 
 GradientReducer::~GradientReducer() {
   for (auto& bucket : buckets_) {
-    for (auto& param : bucket->params) unwatch(param);
+    for (auto& param : bucket->params) {
+      unwatch(param);
+      auto& gradient = param.reduced.param.mutable_grad();
+      if (gradient.is_same(param.stand_in)) gradient.reset();
+    }
   }
 }
 
 void GradientReducer::add_bucket(std::vector<ReducedParam> params, ReductionOptions options) {
   auto& bucket = *buckets_.emplace_back(std::make_unique<Bucket>());
-  for (auto& param : params) {
-    const auto size = static_cast<size_t>(param.index) + 1;
-    used_here_.resize(std::max(used_here_.size(), size));
-    bucket.params.emplace_back().reduced = std::move(param);
-  }
   options.numel.assign(world_size_, 0);
-  for (const auto& param : bucket.params) {
-    for (const auto& slice : param.reduced.slices) {
+  for (auto& param : params) {
+    auto& watched = bucket.params.emplace_back();
+    watched.stand_in = make_stand_in(param.param, param.index);
+    watched.bucket = &bucket;
+    for (const auto& slice : param.slices) {
+      if (slice.rank == rank_) {
+        watched.own = slice.elements;
+        watched.own_offset = options.numel[rank_];
+      }
       options.numel[slice.rank] += slice.elements.size();
     }
+    const auto size = static_cast<size_t>(param.index) + 1;
+    used_here_.resize(std::max(used_here_.size(), size));
+    used_.resize(used_here_.size());
+    watched_.resize(used_here_.size());
+    watched.reduced = std::move(param);
   }
+  for (auto& param : bucket.params) watched_[param.reduced.index] = &param;
   bucket.tensor = options.tensor;
   bucket.reduction = exchange_.make_reduction(options);
   follow_params();
@@ -66,51 +154,86 @@ void GradientReducer::add_bucket(std::vector<ReducedParam> params, ReductionOpti
 
 void GradientReducer::forget_buckets_from(size_t first) {
   for (size_t b = first; b < buckets_.size(); ++b) {
-    for (auto& param : buckets_[b]->params) unwatch(param);
+    for (auto& param : buckets_[b]->params) {
+      unwatch(param);
+      std::erase(watched_, &param);
+    }
   }
   if (first < buckets_.size()) buckets_.resize(first);
+  used_here_.resize(watched_.size());
+  used_.resize(watched_.size());
+}
+
+void GradientReducer::set_stand_in(int64_t param, at::Tensor stand_in) {
+  auto& watched = *watched_[param];
+  auto& gradient = watched.reduced.param.mutable_grad();
+  if (gradient.is_same(watched.stand_in)) gradient = stand_in;
+  watched.stand_in = std::move(stand_in);
 }
 
 void GradientReducer::follow_params() {
-  for (auto& bucket : buckets_) {
-    for (auto& param : bucket->params) {
-      param.trainable = param.reduced.param.requires_grad();
-      if (param.trainable && !param.accumulator) watch(*bucket, param);
-    }
+  for (auto* param : watched_) {
+    param->trainable = param->reduced.param.requires_grad();
+    if (param->trainable && !param->accumulator) watch(*param);
   }
 }
 
-void GradientReducer::watch(Bucket& bucket, Watched& param) {
+void GradientReducer::watch(Watched& param) {
   param.accumulator = torch::autograd::impl::grad_accumulator(param.reduced.param);
-  // Buckets and their parameters stay where they are: addresses hold.
+  // Buckets and their parameters stay where they are: references hold.
+  auto before = std::make_unique<GradientHooks::Before>(*this, param);
+  param.pre_hook = before.get();
+  param.accumulator->add_pre_hook(std::move(before));
   param.hook =
-      param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-          [this, &bucket, &param](const torch::autograd::variable_list& outputs,
-                                  const torch::autograd::variable_list&) {
-            on_gradient(bucket, param);
-            return outputs;
-          }));
+      param.accumulator->add_post_hook(std::make_unique<GradientHooks::After>(*this, param));
 }
 
 void GradientReducer::unwatch(Watched& param) {
-  if (param.accumulator) param.accumulator->del_post_hook(param.hook);
+  if (!param.accumulator) return;
+  param.accumulator->del_post_hook(param.hook);
+  std::erase_if(param.accumulator->pre_hooks(),
+                [&](const auto& hook) { return hook.get() == param.pre_hook; });
 }
 
-void GradientReducer::on_gradient(Bucket& bucket, Watched& param) {
+// Autograd takes over a gradient where there is none, and would add to the stand-in.
+void GradientReducer::before_gradient(Watched& param) {
   const std::lock_guard lock(mutex_);
+  auto& gradient = param.reduced.param.mutable_grad();
+  if (!gradient.is_same(param.stand_in)) return;
+  gradient.reset();
+  param.set_aside = true;
+  param.arriving = true;
+}
+
+void GradientReducer::on_gradient(Watched& param) {
+  const std::lock_guard lock(mutex_);
+  param.arriving = false;
+  auto& gradient = param.reduced.param.mutable_grad();
+  if (param.set_aside && !gradient.defined()) gradient = param.stand_in;  // nothing came
   if (!sync_) return;
+  auto& bucket = *param.bucket;
   // A bucket that is on its way already belongs to a backward pass that threw.
-  if (in_round_ && bucket.posted) end_round();
-  if (!in_round_) begin_round();
+  if (in_round_ && bucket.posted) post_missing();
+  if (!in_round_) {
+    begin_round();
+    // Inside the backward pass of another (reentrant checkpointing) the end of this one means
+    // nothing; the outer one ends the round if it has gradients of its own, else end_round() does.
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [this, alive = std::weak_ptr<int>(alive_)] {
+          if (alive.expired()) return;
+          const std::lock_guard lock(mutex_);
+          if (in_round_ && !torch::autograd::get_current_node()) post_missing();
+        });
+  }
   if (param.ready) return;
   param.ready = true;
   if (--bucket.waiting_for == 0) post_ready(bucket);
-  take_sums();
+  take_ready_sums();
 }
 
-// Those that are there. Nothing is waited for: another rank may use other parameters, and post
-// these only when its backward pass ends.
-void GradientReducer::take_sums() {
+// Nothing is waited for: another rank may use other parameters, and post these only when its
+// backward pass ends.
+void GradientReducer::take_ready_sums() {
   for (size_t i = 0; i < under_way_.size();) {
     if (under_way_[i]->reduction->ready(std::chrono::milliseconds(0))) {
       take_sum(*under_way_[i]);
@@ -121,35 +244,41 @@ void GradientReducer::take_sums() {
 }
 
 void GradientReducer::begin_round() {
+  follow_params();
+  for (const auto* param : watched_) {
+    if (param->trainable) check_not_under_ddp(param->reduced.param, param->reduced.index);
+  }
   before_round_();
-  // Else a rank might wait for another to read what the one before it posted.
-  while (!under_way_.empty()) take_sum(*under_way_.front());
+  take_sums();  // else a rank might wait for another to read what the one before it posted
   for (auto& bucket : buckets_) {
-    if (bucket->sum_is_lent) {
-      bucket->sum = bucket->sum.clone();
-      bucket->give_back();
-    }
+    bucket->keep_what_is_wanted();
     bucket->posted = false;
     bucket->waiting_for = 0;
     for (auto& param : bucket->params) {
       param.ready = false;
       if (param.trainable) ++bucket->waiting_for;
+      if (!param.sum_is_wanted()) used_here_[param.reduced.index] = 0;
     }
   }
   in_round_ = true;
-  finished_ = false;
-  // Inside the backward pass of another (reentrant checkpointing) the end of this one means
-  // nothing; the outer one ends the round if it has gradients of its own, else finish() does.
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [this, alive = std::weak_ptr<int>(alive_)] {
-        if (alive.expired()) return;
-        const std::lock_guard lock(mutex_);
-        if (in_round_ && !torch::autograd::get_current_node()) end_round();
-      });
+  made_round_ = true;
+  settled_ = false;
+  ++rounds_;
+}
+
+void GradientReducer::make_round() {
+  const std::lock_guard lock(mutex_);
+  begin_round();
+  post_missing();
+}
+
+void GradientReducer::end_round() {
+  const std::lock_guard lock(mutex_);
+  if (in_round_) post_missing();
 }
 
 // The last layers' gradients come first.
-void GradientReducer::end_round() {
+void GradientReducer::post_missing() {
   for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
     if (!(*bucket)->posted && (*bucket)->has_trainable()) post(**bucket);
   }
@@ -168,26 +297,33 @@ void GradientReducer::post_ready(Bucket& bucket) {
 void GradientReducer::post(Bucket& bucket) {
   at::NoGradGuard no_grad;
   Parts parts(world_size_);
-  for (auto& [reduced, trainable, ready, accumulator, hook] : bucket.params) {
+  for (auto& param : bucket.params) {
+    const auto& reduced = param.reduced;
+    auto& gradient = reduced.param.mutable_grad();
     at::Tensor flat;
-    if (reduced.param.grad().defined()) {
+    if (gradient.defined() && !gradient.is_same(param.stand_in)) {
       const bool fits = reduced.param.scalar_type() == bucket.tensor.dtype() &&
                         reduced.param.device() == bucket.tensor.device() &&
                         reduced.param.numel() == reduced.numel();
       used_here_[reduced.index] |= fits ? kUsed : kUnfit;
       if (fits) flat = flat_gradient(reduced.param).to(bucket.tensor.dtype());
     }
-    for (const auto& [param, rank, elements, in_bucket, offset] : reduced.slices) {
+    for (const auto& slice : reduced.slices) {
+      const auto& elements = slice.elements;
       if (elements.empty()) continue;
-      parts[rank].push_back(flat.defined() ? flat.narrow(0, elements.begin, elements.size())
-                                           : at::zeros({elements.size()}, bucket.tensor));
+      parts[slice.rank].push_back(flat.defined() ? flat.narrow(0, elements.begin, elements.size())
+                                                 : at::zeros({elements.size()}, bucket.tensor));
     }
-    reduced.param.mutable_grad().reset();
+    if (param.trainable || gradient.defined()) gradient = param.stand_in;
+    param.set_aside = false;
   }
   bucket.reduction->post(std::move(parts), want_squares_);
   bucket.posted = true;
-  ++bucket.rounds;
   under_way_.push_back(&bucket);
+}
+
+void GradientReducer::take_sums() {
+  while (!under_way_.empty()) take_sum(*under_way_.front());
 }
 
 void GradientReducer::take_sum(Bucket& bucket) {
@@ -205,59 +341,103 @@ void GradientReducer::take_sum(Bucket& bucket) {
   }
 }
 
+void GradientReducer::settle(std::vector<uint8_t> used) {
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < used.size(); ++i) {
+    TORCH_CHECK_VALUE(!(used[i] & kUnfit), "shardstep: expected the gradient of parameter ", i,
+                      " to have the dtype, device and size of the parameter that the optimizer was "
+                      "given, got another in a backward pass; make a new optimizer after changing "
+                      "the model",
+                      detail::who(rank_, world_size_));
+  }
+  take_sums();
+  used_ = std::move(used);
+  for (auto* param : watched_) {
+    auto& gradient = param->reduced.param.mutable_grad();
+    if (!used_[param->reduced.index] && gradient.is_same(param->stand_in)) gradient.reset();
+  }
+  settled_ = true;
+}
+
+bool GradientReducer::has_gradient(int64_t param) const {
+  return used_[param] && watched_[param]->sum_is_wanted();
+}
+
+bool GradientReducer::has_sums() const {
+  return std::any_of(watched_.begin(), watched_.end(), [](const Watched* param) {
+    return param->bucket->sum.defined() && param->sum_is_wanted();
+  });
+}
+
+at::Tensor GradientReducer::own(int64_t param) const {
+  const auto& watched = *watched_[param];
+  const auto& sum = watched.bucket->sum;
+  if (!watched.own || !sum.defined() || !has_gradient(param)) return {};
+  return sum.narrow(0, watched.own_offset, watched.own->size());
+}
+
+int64_t GradientReducer::replaced() const {
+  for (const auto* param : watched_) {
+    const auto& gradient = param->reduced.param.grad();
+    if (gradient.defined() && !param->sum_is_wanted()) return param->reduced.index;
+  }
+  return -1;
+}
+
 std::optional<double> GradientReducer::squares() const {
   double total = 0;
   for (const auto& bucket : buckets_) {
     if (!bucket->sum.defined()) continue;
     if (!bucket->squares) return std::nullopt;
     total += *bucket->squares;
+    for (const auto& param : bucket->params) {  // a sum that nobody wants counts there too
+      if (used_[param.reduced.index] && !param.sum_is_wanted()) return std::nullopt;
+    }
   }
   return total;
 }
 
-bool GradientReducer::finish(const std::function<void()>& before_sums) {
+void GradientReducer::show_stand_ins() {
   const std::lock_guard lock(mutex_);
-  if (finished_) return false;
-  follow_params();
-  if (in_round_) end_round();
-  for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
-    if ((*bucket)->rounds == 0 && (*bucket)->has_trainable()) post(**bucket);
+  for (auto* param : watched_) {
+    auto& gradient = param->reduced.param.mutable_grad();
+    if (param->trainable && !gradient.defined()) gradient = param->stand_in;
   }
-  before_sums();
-  Parts flags(world_size_);
-  for (auto& part : flags) {
-    part = {at::empty({static_cast<int64_t>(used_here_.size())}, at::kByte)};
-  }
-  std::copy(used_here_.begin(), used_here_.end(), flags[rank_][0].data_ptr<uint8_t>());
-  exchange_.all_gather(flags, ControlMessage::kUsedParams)->wait();
-  used_.assign(used_here_.size(), 0);
-  for (const auto& part : flags) {
-    const auto* flag = part[0].const_data_ptr<uint8_t>();
-    for (size_t i = 0; i < used_.size(); ++i) used_[i] |= flag[i];
-  }
-  for (size_t i = 0; i < used_.size(); ++i) {
-    TORCH_CHECK_VALUE(!(used_[i] & kUnfit), "shardstep: expected the gradient of parameter ", i,
-                      " to have the dtype, device and size of the parameter that the optimizer was "
-                      "given, got another in a backward pass; make a new optimizer after changing "
-                      "the model",
-                      detail::who(rank_, world_size_));
-  }
-  while (!under_way_.empty()) take_sum(*under_way_.front());
-  finished_ = true;
-  return true;
 }
+
+void GradientReducer::give_back_sums() {
+  const std::lock_guard lock(mutex_);
+  take_sums();
+  for (auto& bucket : buckets_) bucket->copy_and_give_back();
+}
+
+void GradientReducer::zero(int64_t param) {
+  const std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  if (in_round_) post_missing();
+  take_sums();
+  auto& watched = *watched_[param];
+  auto& bucket = *watched.bucket;
+  if (!watched.own || !bucket.sum.defined()) return;
+  bucket.sum.narrow(0, watched.own_offset, watched.own->size()).zero_();
+  bucket.squares.reset();
+}
+
+void GradientReducer::next_step() { made_round_ = false; }
 
 void GradientReducer::reset() {
   const std::lock_guard lock(mutex_);
-  if (in_round_) end_round();
-  while (!under_way_.empty()) take_sum(*under_way_.front());
-  for (auto& bucket : buckets_) {
-    bucket->sum.reset();
-    if (bucket->sum_is_lent) bucket->give_back();
-    bucket->rounds = 0;
+  if (in_round_) post_missing();
+  take_sums();
+  for (auto& bucket : buckets_) bucket->forget();
+  for (auto* param : watched_) {
+    auto& gradient = param->reduced.param.mutable_grad();
+    if (param->sum_is_wanted()) gradient.reset();
+    param->set_aside = param->arriving = false;
   }
   std::fill(used_here_.begin(), used_here_.end(), 0);
-  finished_ = false;
+  made_round_ = false;
+  settled_ = false;
 }
 
 }  // namespace shardstep

@@ -1,10 +1,12 @@
 #pragma once
 
 // Stage 2: gradients are added up over the ranks while the backward pass goes on. As soon as the
-// gradients of a bucket are there, each owner gets its part of their sum, and they are gone. Knows
-// nothing of optimizers.
+// gradients of a bucket are there, each owner gets its part of their sum; they are freed, and a
+// stand-in without memory takes their place in `.grad`. Who replaces or removes the stand-in says
+// what becomes of the sum: it lives as long as the stand-in, or what backward put in its place.
+// Knows nothing of optimizers.
 // A round is one backward pass with synchronization; every rank makes equally many between two
-// steps, one at least. Thread safety: backward passes and calls from one thread at a time.
+// steps. Thread safety: backward passes and calls from one thread at a time.
 
 #include <ATen/ATen.h>
 
@@ -38,6 +40,9 @@ struct ReducedParam {
   }
 };
 
+// Throws if DistributedDataParallel, torch's or ours, averages the parameter's gradient.
+SHARDSTEP_API void check_not_under_ddp(const at::Tensor& param, int64_t index);
+
 class SHARDSTEP_API GradientReducer {
  public:
   // `before_round` is called when the first gradient of a round has come. REQUIRES: more than one
@@ -53,6 +58,9 @@ class SHARDSTEP_API GradientReducer {
   // Forgets the buckets from number `first` on. REQUIRES: no rounds since they were added.
   void forget_buckets_from(size_t first);
 
+  // What `.grad` shows while the gradient is divided among the ranks.
+  void set_stand_in(int64_t param, at::Tensor stand_in);
+
   // Parameters that were unfrozen get watched, frozen ones are not waited for. Collective: call it
   // between backward passes.
   void follow_params();
@@ -61,34 +69,72 @@ class SHARDSTEP_API GradientReducer {
   void set_sync(bool sync) { sync_ = sync; }
   bool sync() const { return sync_; }
 
-  // Ends the rounds since the last step. Afterwards sum() and used() may be asked. Calls
-  // `before_sums` when this rank has posted everything. Says whether there was anything to end.
-  // Collective.
-  bool finish(const std::function<void()>& before_sums);
+  // Whether there was a round since the last step or reset().
+  bool made_round() const { return made_round_; }
+  // How many rounds there were, ever.
+  int64_t rounds() const { return rounds_; }
+  // A round to which this rank adds what is in `.grad`, if anything. Collective.
+  void make_round();
+  // What is lacking of a round goes out as zeros.
+  void end_round();
+
+  // By parameter: what is to be said of this rank's gradients of it.
+  const std::vector<uint8_t>& used_here() const { return used_here_; }
+  // Takes the sums. `used` is what all ranks said together; `.grad` of a parameter that nobody used
+  // is undefined again. Throws if a gradient did not fit its parameter, on every rank. Collective.
+  void settle(std::vector<uint8_t> used);
+  // Whether it has been called since the last round.
+  bool settled() const { return settled_; }
+
+  const ReducedParam& reduced(int64_t param) const { return watched_[param]->reduced; }
+  // Whether there is a gradient, on whichever rank. REQUIRES: settled().
+  bool has_gradient(int64_t param) const;
+  // Whether any parameter's sum is still wanted.
+  bool has_sums() const;
+  // The average over the ranks of what this rank owns of a parameter, in memory order; undefined if
+  // there is no gradient or this rank owns nothing of it. REQUIRES: settled().
+  at::Tensor own(int64_t param) const;
+  // A trainable parameter whose `.grad` somebody has replaced since the round; -1 if there is none.
+  int64_t replaced() const;
 
   // From the next round on, squares are added up with the gradients.
   void want_squares() { want_squares_ = true; }
   // The squares of all sums of this rank, added up; nothing if that takes another pass over them.
-  // REQUIRES: finish(), and sums that nobody has changed since.
+  // REQUIRES: settled(), and sums that nobody has changed since.
   std::optional<double> squares() const;
 
-  // The average over the ranks of what this rank owns of a bucket, slices side by side; in rank
-  // order. REQUIRES: finish().
-  const at::Tensor& sum(size_t bucket) const { return buckets_[bucket]->sum; }
-  // Whether some rank had a gradient for the parameter. REQUIRES: finish().
-  bool used(int64_t param) const { return used_[param]; }
-
-  // Forgets what was added up: after a step, and for zero_grad(). A backward pass that threw half
-  // way is made up for with zeros, so that the other ranks find what they wait for.
+  // Stand-ins for all gradients of a rank that has made no round, so that code that looks for
+  // gradients finds them.
+  void show_stand_ins();
+  // Keeps copies of sums whose memory the others need for their next round.
+  void give_back_sums();
+  // The gradient stays, and is zero.
+  void zero(int64_t param);
+  // The sums live on; the next step wants a round of its own.
+  void next_step();
+  // Forgets what was added up. A backward pass that threw half way is made up for with zeros, so
+  // that the other ranks find what they wait for.
   void reset();
 
  private:
+  struct Bucket;
   struct Watched {
     ReducedParam reduced;
+    std::optional<Range> own;  // the elements that this rank owns
+    int64_t own_offset = 0;    // in the bucket's sum
+    Bucket* bucket = nullptr;
+    at::Tensor stand_in;
     bool trainable = false;
     bool ready = false;  // in this round
+    // The backward pass has taken the stand-in away to put a gradient there; the sum is still
+    // wanted as long as that gradient is.
+    bool set_aside = false;
+    bool arriving = false;  // the gradient
     c10::intrusive_ptr<torch::autograd::Node> accumulator;
     uintptr_t hook = 0;
+    const void* pre_hook = nullptr;
+
+    bool sum_is_wanted() const;
   };
   struct Bucket {
     std::vector<Watched> params;
@@ -96,22 +142,27 @@ class SHARDSTEP_API GradientReducer {
     at::TensorOptions tensor;  // dtype and device of what is added up
     size_t waiting_for = 0;    // parameters whose gradients this round lacks
     bool posted = false;       // in this round
-    int rounds = 0;            // since the last step
     at::Tensor sum;
     bool sum_is_lent = false;       // by the reduction
     std::optional<double> squares;  // of the sum
 
     bool has_trainable() const;
     void give_back();
+    void copy_and_give_back();
+    void forget();
+    void keep_what_is_wanted();
   };
+  friend struct GradientHooks;
 
-  void watch(Bucket& bucket, Watched& param);
+  void watch(Watched& param);
   void unwatch(Watched& param);
-  void on_gradient(Bucket& bucket, Watched& param);
+  void before_gradient(Watched& param);
+  void on_gradient(Watched& param);
   void begin_round();
-  void end_round();
+  void post_missing();
   void post_ready(Bucket& bucket);
   void post(Bucket& bucket);
+  void take_ready_sums();
   void take_sums();
   void take_sum(Bucket& bucket);
 
@@ -122,12 +173,15 @@ class SHARDSTEP_API GradientReducer {
   int world_size_;
   std::function<void()> before_round_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
+  std::vector<Watched*> watched_;  // by parameter
   std::deque<Bucket*> under_way_;
   bool sync_ = true;
   bool want_squares_ = false;
   bool in_round_ = false;
-  bool finished_ = false;
-  std::vector<uint8_t> used_here_;  // by parameter, since the last step
+  bool made_round_ = false;
+  bool settled_ = false;
+  int64_t rounds_ = 0;
+  std::vector<uint8_t> used_here_;  // by parameter
   std::vector<uint8_t> used_;       // on any rank
 };
 

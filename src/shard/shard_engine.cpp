@@ -96,6 +96,9 @@ std::vector<std::string> ShardEngine::describe_groups(
     for (size_t i = 0; i < groups[g].params.size(); ++i) {
       const auto& param = groups[g].params[i];
       check_param(param, all.size());
+      if (options_.stage2 && world_size() > 1) {
+        check_not_under_ddp(param, static_cast<int64_t>(all.size()));
+      }
       lines.push_back(
           c10::str("parameter ", i, " of group ", index, ": ", detail::describe_param(param)));
       all.push_back(param);
@@ -235,6 +238,8 @@ void ShardEngine::reduce_new_buckets(size_t first) {
     // A rank that had not read a bucket yet would keep others from showing the next update of it.
     reducer_ =
         std::make_unique<GradientReducer>(*exchange_, rank(), world_size(), [this] { wait(); });
+    gradients_ =
+        std::make_unique<ShardedGradients>(group_, *exchange_, *reducer_, agreement_, params_);
   }
   for (size_t b = first; b < buckets_.size(); ++b) {
     std::vector<ReducedParam> params;
@@ -328,20 +333,13 @@ void ShardEngine::drop_gradients() {
   }
 }
 
-// Sums lie in the order of the bucket's slots.
+// The sums lie in memory as the parameters do.
 void ShardEngine::set_reduced_gradients() {
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    int64_t offset = 0;
-    for (const auto& slot : buckets_[b].layout().slots) {
-      const auto place = local_places_[slot.param];
-      if (!place) continue;
-      auto& [index, elements, tensor] = local_[place->group][place->position];
-      const auto& sum = reducer_->sum(b);
-      if (sum.defined() && reducer_->used(index)) {
-        tensor.mutable_grad() =
-            sum.as_strided(tensor.sizes(), tensor.strides(), sum.storage_offset() + offset);
-      }
-      offset += elements.size();
+  for (auto& group : local_) {
+    for (auto& [index, elements, tensor] : group) {
+      const auto own = reducer_->own(index);
+      tensor.mutable_grad() =
+          own.defined() ? own.as_strided(tensor.sizes(), tensor.strides()) : at::Tensor();
     }
   }
 }
@@ -361,25 +359,20 @@ void ShardEngine::check_stage_2(const char* what) const {
                     "; in stage 1 gradients are whole, use torch's own", detail::who(group_));
 }
 
-OwnedGradients ShardEngine::owned_gradients(bool want_squares) {
-  check_stage_2("owned_gradients");
-  OwnedGradients owned;
-  const bool anew = take_gradients();
-  if (reducer_ && want_squares) {
-    if (anew) owned.squares = reducer_->squares();
-    reducer_->want_squares();  // who asks once asks again
-  }
+std::vector<at::Tensor> ShardEngine::owned_gradients() {
+  take_gradients();
+  std::vector<at::Tensor> owned;
   for (const auto& group : local_) {
     for (const auto& local : group) {
-      if (local.tensor.grad().defined()) owned.tensors.push_back(local.tensor.grad());
+      if (local.tensor.grad().defined()) owned.push_back(local.tensor.grad());
     }
   }
   return owned;
 }
 
-// As the reduction does where there are other ranks.
-void ShardEngine::drop_param_gradients() {
-  for (const auto& param : params_) param.mutable_grad().reset();
+void ShardEngine::show_gradients() {
+  if (!reducer_ || reducer_->rounds() == 0) return;
+  if (!reducer_->made_round() && !reducer_->has_sums()) reducer_->show_stand_ins();
 }
 
 void ShardEngine::append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const {
@@ -402,9 +395,15 @@ std::unique_ptr<Pending> ShardEngine::reduce_to_owners(const std::vector<ParamGr
   return exchange_->reduce_scatter(parts, {MessageKind::kReduceToOwners, tag}, world_size());
 }
 
-bool ShardEngine::take_gradients() {
+void ShardEngine::take_gradients() {
   wait();
-  const bool anew = finish_reduction();
+  if (gradients_) {
+    gradients_->before_step();
+  } else if (exchange_) {
+    agreement_.compare(*exchange_, params_);
+  } else {
+    agreement_.check_here(params_);
+  }
   follow_params();
   if (reducer_) {
     set_reduced_gradients();
@@ -413,18 +412,6 @@ bool ShardEngine::take_gradients() {
       for (auto& local : group) set_gradient(local, params_[local.index].grad());
     }
   }
-  return anew;
-}
-
-bool ShardEngine::finish_reduction() {
-  if (!exchange_) {
-    agreement_.check_here(params_);
-    return false;
-  }
-  const auto compare = [this] { agreement_.compare(*exchange_, params_); };
-  if (reducer_ && reducer_->finish(compare)) return true;
-  compare();
-  return false;
 }
 
 void ShardEngine::before_step() {
@@ -453,17 +440,16 @@ void ShardEngine::fail_step(const std::exception_ptr& error) {
 
 void ShardEngine::after_step() {
   phase_ = Phase::kOutside;
-  drop_sums();
-  if (!exchange_) {
-    if (options_.stage2) drop_param_gradients();
-    return;
-  }
+  drop_gradients();
+  if (reducer_) reducer_->next_step();
+  if (!exchange_) return;
   at::NoGradGuard no_grad;
   if (share_parameters()) {
     meet();
   } else if (options_.stage2 && options_.stage2->overlap_forward) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      arriving_[b] = exchange_->all_gather(parts_[b], MessageTag::bucket(static_cast<int64_t>(b)));
+      arriving_[b] =
+          exchange_->all_gather(parts_[b], {MessageKind::kArriving, static_cast<int64_t>(b)});
     }
   } else {
     exchange_->all_gather_and_wait(parts_);

@@ -18,6 +18,7 @@
 #include "shard/gradient_reducer.h"
 #include "shard/param_agreement.h"
 #include "shard/partition.h"
+#include "shard/sharded_gradients.h"
 #include "shardstep/export.h"
 #include "shardstep/process_group.h"
 
@@ -40,14 +41,6 @@ struct LocalParam {
 struct ParamGradient {
   int64_t index = 0;  // of the parameter, across groups
   at::Tensor gradient;
-};
-
-// Stage 2: the gradients of what this rank owns.
-struct OwnedGradients {
-  std::vector<at::Tensor> tensors;  // the local optimizer's; what changes them changes the step
-  // Of all elements of all ranks' sums that this rank owns, added up; unset if that takes another
-  // pass over them.
-  std::optional<double> squares;
 };
 
 class SHARDSTEP_API ShardEngine {
@@ -93,11 +86,24 @@ class SHARDSTEP_API ShardEngine {
   // that along.
   void set_sync(bool sync);
   bool sync() const { return !reducer_ || reducer_->sync(); }
-  // Stage 2: forgets the gradients since the last step.
+  // Stage 2: forgets the gradients.
   void drop_sums();
-  // Stage 2: ends the averaging over the ranks and gives what this rank owns. `want_squares` asks
-  // for squares, from the next call on. Collective.
-  OwnedGradients owned_gradients(bool want_squares);
+  // Stage 2: what can be asked of the gradients and done to them; null in a group of one, where
+  // they are whole, in `.grad`.
+  ShardedGradients* gradients() const { return gradients_.get(); }
+  // Stage 2: what `.grad` of a parameter shows while its gradient is divided among the ranks.
+  void set_stand_in(int64_t param, at::Tensor stand_in) {
+    if (reducer_) reducer_->set_stand_in(param, std::move(stand_in));
+  }
+  // Stage 2: a parameter whose `.grad` somebody has replaced since the backward pass, -1 if there
+  // is none.
+  int64_t replaced_gradient() const {
+    return reducer_ && reducer_->made_round() ? reducer_->replaced() : -1;
+  }
+  // Stage 2: lets code that looks for gradients in `.grad` find them on a rank without a batch.
+  void show_gradients();
+  // In a group of one: the gradients of the local parameters.
+  std::vector<at::Tensor> owned_gradients();
 
   // before_step for some parameters, whose gradients are given: the local optimizer sees no others.
   // REQUIRES: the overlap option.
@@ -143,12 +149,9 @@ class SHARDSTEP_API ShardEngine {
   void build_new_buckets();
   void reduce_new_buckets(size_t first);
   void meet();
-  // Ends the rounds of stage 2, if any, and compares the parameters over the ranks.
-  bool finish_reduction();
   void set_reduced_gradients();
-  // Says whether gradients were added up since the last call.
-  bool take_gradients();
-  void drop_param_gradients();
+  // Ends the rounds of stage 2, if any, and compares the parameters over the ranks.
+  void take_gradients();
   void add_local_params(size_t group);
   void follow_params();
   // Whether local parameters are tensors of the engine's own.
@@ -174,6 +177,7 @@ class SHARDSTEP_API ShardEngine {
   std::vector<std::string> kinds_;
   std::vector<Bucket> buckets_;
   std::unique_ptr<GradientReducer> reducer_;             // stage 2, more than one rank
+  std::unique_ptr<ShardedGradients> gradients_;          // likewise
   std::vector<std::unique_ptr<Pending>> arriving_;       // by bucket; null if it is there
   std::vector<Place> places_;                            // by parameter
   std::vector<std::vector<bool>> active_;                // by bucket and slot: what travels

@@ -224,8 +224,27 @@ at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
 }
 
 void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
-  Optimizer::zero_grad(set_to_none);
-  engine_->drop_sums();
+  auto* const sharded = engine_->gradients();
+  if (set_to_none || !sharded) {
+    Optimizer::zero_grad(set_to_none);
+    return engine_->drop_sums();
+  }
+  std::vector<int64_t> all;
+  for (const auto& param : engine_->params()) {
+    if (param.grad().defined() && param.grad().has_storage()) param.mutable_grad().zero_();
+    all.push_back(static_cast<int64_t>(all.size()));
+  }
+  sharded->zero(all);
+}
+
+at::Tensor ZeroRedundancyOptimizer::full_gradient(const at::Tensor& param) {
+  adopt_new_groups(nullptr);
+  const auto found = index_of_.find(param.unsafeGetTensorImpl());
+  TORCH_CHECK_VALUE(found != index_of_.end(),
+                    "shardstep: expected a parameter of this optimizer, got a tensor of sizes ",
+                    param.sizes(), detail::who(process_group()));
+  auto* const sharded = engine_->gradients();
+  return sharded ? sharded->whole(found->second) : param.grad();
 }
 
 ZeroRedundancyOptimizer::NoSync::NoSync(ShardEngine& engine)

@@ -143,9 +143,10 @@ void expect_equals_reference(int world_size, const Way& way) {
       zero.wait();
       loss_of(params, rank, step).backward();
       for (const auto& param : params) {
-        if (world_size > 1) EXPECT_FALSE(param.grad().defined());
+        if (world_size > 1) EXPECT_FALSE(param.grad().has_storage());
       }
       zero.step();
+      zero.zero_grad();
       Tensors sums(params.size());
       add_average(plain_params, world_size, {step}, sums,
                   world_size > 1 ? way.gradient_dtype : std::nullopt);
@@ -214,6 +215,7 @@ TEST_P(Stage2Test, BackwardPassesAddUp) {
         loss_of(params, rank, pass + 1).backward();  // takes the first along
         loss_of(params, rank, pass + 2).backward();
         zero.step();
+        zero.zero_grad();
         Tensors sums(params.size());
         if (world_size > 1) {
           add_average(plain_params, world_size, {pass, pass + 1}, sums);
@@ -253,6 +255,7 @@ TEST_P(Stage2Test, ClipsByTheNormOfAllGradients) {
           const double norm = zero.clip_grad_norm_(0.5, norm_type);
           EXPECT_NEAR(zero.clip_grad_norm_(1e9, norm_type), 0.5, 1e-5);  // of what is clipped
           zero.step();
+          zero.zero_grad();
           set_all(plain_params, sums);
           const double expected = torch::nn::utils::clip_grad_norm_(with_elements, 0.5, norm_type);
           EXPECT_NEAR(norm, expected, 1e-5 * expected);
@@ -277,6 +280,7 @@ TEST_P(Stage2Test, ClipsByValue) {
     loss_of(params, group->getRank(), 0).backward();
     zero.clip_grad_value_(0.25);
     zero.step();
+    zero.zero_grad();
     Tensors sums(params.size());
     add_average(plain_params, world_size, {0}, sums);
     set_all(plain_params, sums);
@@ -319,6 +323,7 @@ TEST_P(Stage2ExchangeTest, ABackwardPassThatThrowsLeavesTheOptimizerUsable) {
       zero.zero_grad();
       loss_of(params, rank, step).backward();
       zero.step();
+      zero.zero_grad();
       Tensors sums(params.size());
       add_average(plain_params, 2, {step}, sums);
       set_all(plain_params, sums);
@@ -337,6 +342,7 @@ TEST_P(Stage2ExchangeTest, ARankWithoutABackwardPassCountsAsZero) {
     optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-1));
     if (group->getRank() == 1) loss_of(params, 1, 0).backward();
     zero.step();
+    zero.zero_grad();
     auto gradients = gradients_of(plain_params, 1, {0});
     for (auto& gradient : gradients) {
       if (gradient.defined()) gradient.div_(2);
@@ -346,6 +352,62 @@ TEST_P(Stage2ExchangeTest, ARankWithoutABackwardPassCountsAsZero) {
     test::expect_equal(params, plain_params);
     zero.step();  // nobody has gradients
     test::expect_equal(params, plain_params);
+  });
+}
+
+// As the plain optimizer's `.grad` does, also for a part of the parameters.
+TEST_P(Stage2ExchangeTest, SumsLiveUntilZeroGrad) {
+  test::run_ranks(2, [&](const ProcessGroupPtr& group) {
+    const auto params = test::make_params(7);
+    const auto plain_params = test::make_params(7);
+    for (bool overlap_forward : {false, true}) {
+      ZeroRedundancyOptimizer zero(
+          params, torch::optim::SGDOptions(1e-1),
+          options_of({.exchange = GetParam(), .overlap_forward = overlap_forward}, group));
+      optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-1));
+      Tensors sums(params.size());
+      for (int step = 0; step < 6; ++step) {
+        if (step == 3) {
+          zero.zero_grad();
+          for (auto& sum : sums) sum.reset();
+        } else if (step == 4) {
+          at::Tensor(params[0]).mutable_grad().reset();
+          sums[0].reset();
+        } else if (step == 5) {
+          zero.zero_grad(/*set_to_none=*/false);
+          for (auto& sum : sums) {
+            if (sum.defined()) sum.zero_();
+          }
+        }
+        zero.wait();
+        loss_of(params, group->getRank(), step).backward();
+        zero.step();
+        zero.wait();
+        add_average(plain_params, 2, {step}, sums);
+        set_all(plain_params, sums);
+        plain.step();
+        test::expect_equal(params, plain_params, c10::str("step ", step));
+        for (size_t i = 0; i < params.size(); ++i) {
+          const auto whole = zero.full_gradient(params[i]);
+          ASSERT_EQ(whole.defined(), sums[i].defined()) << i;
+          if (whole.defined()) EXPECT_TRUE(at::equal(whole, sums[i])) << i;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Stage2ExchangeTest, GenericCodeFailsLoudly) {
+  test::run_ranks(2, [&](const ProcessGroupPtr& group) {
+    const auto params = test::make_params(7);
+    ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-1),
+                                 options_of({.exchange = GetParam()}, group));
+    loss_of(params, group->getRank(), 0).backward();
+    EXPECT_THROW(torch::nn::utils::clip_grad_norm_(params, 1.0), c10::Error);
+    EXPECT_THROW(torch::nn::utils::clip_grad_value_(params, 1.0), c10::Error);
+    static_cast<torch::optim::Optimizer&>(zero).zero_grad();
+    for (const auto& param : params) EXPECT_FALSE(param.grad().defined());
+    zero.step();
   });
 }
 
@@ -375,6 +437,7 @@ TEST_P(Stage2ExchangeTest, RandomDelaysChangeNothing) {
         add_average(plain_params, kWorldSize, {2 * step + pass}, sums);
       }
       zero.step();
+      zero.zero_grad();
       set_all(plain_params, sums);
       plain.step();
       dawdle();
@@ -409,6 +472,7 @@ TEST(Stage2, MixedDtypesAndSeveralGroups) {
       for (int step = 0; step < 4; ++step) {
         loss_of(params, group->getRank(), step).backward();
         zero.step();
+        zero.zero_grad();
         Tensors sums(params.size());
         add_average(plain_params, 3, {step}, sums);
         set_all(plain_params, sums);
@@ -523,6 +587,7 @@ TEST(Stage2, RandomModelsEqualTheReference) {
         }
         if (c.clip_value) zero.clip_grad_value_(*c.clip_value);
         zero.step();
+        zero.zero_grad();
         zero.wait();
         set_all(plain_params, sums);
         if (c.clip_value) {
@@ -555,6 +620,20 @@ TEST(Stage2, ChoosesSharedMemoryOnOneHost) {
     ZeroRedundancyOptimizer zero(test::make_params(7), torch::optim::SGDOptions(1e-1),
                                  ZeroOptions().stage(2).process_group(group));
     EXPECT_STREQ(zero.engine().exchange_name(), "shared_memory");
+  });
+}
+
+TEST(Stage2, IsRefusedUnderDdp) {
+  test::run_ranks(2, [&](const ProcessGroupPtr& group) {
+    const auto options = ZeroOptions().stage(2).process_group(group);
+    const torch::optim::SGDOptions sgd(1e-1);
+    torch::nn::Linear first(4, 4), last(4, 4);
+    const DistributedDataParallel wrapped(first,
+                                          DistributedDataParallelOptions().process_group(group));
+    EXPECT_THROW(ZeroRedundancyOptimizer(first->parameters(), sgd, options), c10::ValueError);
+    ZeroRedundancyOptimizer zero(last->parameters(), sgd, options);
+    DistributedDataParallel later(last, DistributedDataParallelOptions().process_group(group));
+    EXPECT_THROW(later.forward(torch::ones({4})).sum().backward(), c10::Error);
   });
 }
 

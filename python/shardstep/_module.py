@@ -1,0 +1,44 @@
+"""The module that the parameters are of (`module=`): what of it the optimizer keeps the same on all
+ranks besides the parameters that it trains."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PIECE_BYTES = 250 * 1024 * 1024
+
+
+def module_to_follow(
+    module: torch.nn.Module | None, overlap_forward: bool | torch.nn.Module, stage: int
+) -> torch.nn.Module | None:
+    """What the two arguments name together. Raises TypeError or ValueError if they do not fit."""
+    if isinstance(overlap_forward, torch.nn.Module):
+        if module is not None and module is not overlap_forward:
+            raise ValueError(
+                "shardstep: expected one module, got another as overlap_forward than as module"
+            )
+        module = overlap_forward
+    elif overlap_forward and module is None:
+        raise ValueError("shardstep: expected module= with overlap_forward=True, got none")
+    if module is not None and not isinstance(module, torch.nn.Module):
+        raise TypeError(f"shardstep: expected module to be a Module, got {type(module).__name__}")
+    if module is not None and stage != 2:
+        raise ValueError(f"shardstep: expected stage 2 with module, got stage {stage}")
+    return module
+
+
+def describe_module(module: torch.nn.Module | None) -> str:
+    """What ranks compare of it."""
+    if module is None:
+        return ""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return " ".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in tensors)
+
+
+def broadcast(tensors: Iterable[torch.Tensor], group: Any) -> None:
+    """Makes the tensors rank 0's. Collective."""
+    some = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
+    if some:
+        dist._broadcast_coalesced(group, some, _PIECE_BYTES, 0)  # type: ignore[attr-defined]

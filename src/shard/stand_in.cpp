@@ -1,0 +1,32 @@
+#include "shard/stand_in.h"
+
+#include <ATen/OpaqueTensorImpl.h>
+#include <torch/library.h>
+
+namespace shardstep {
+namespace {
+
+// No backend has this key: every operation on such a tensor comes to the fallback below.
+constexpr auto kStandInKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+
+// Optimizer::zero_grad() of torch detaches a gradient before it drops it.
+void refuse_operation(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (op.schema().name() == "aten::detach_") return;  // leaves its argument as the result
+  TORCH_CHECK(false, "shardstep: expected an operation on a whole gradient, got ",
+              op.schema().name(),
+              " on one that is divided among the ranks (stage 2); call clip_grad_norm_(), "
+              "clip_grad_value_() or full_gradient() of the optimizer");
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_operation>());
+}
+
+at::Tensor make_stand_in(const at::Tensor& param, int64_t index) {
+  return at::detail::make_tensor<at::OpaqueTensorImpl<int64_t>>(
+      c10::DispatchKeySet(kStandInKey), param.dtype(), param.device(), index, param.sizes());
+}
+
+}  // namespace shardstep
