@@ -189,7 +189,7 @@ TEST(MessageTag, DiffersByKindAndNumber) {
       values.insert(MessageTag(kind, number).value());
     }
   }
-  for (auto message : {ControlMessage::kMeet, ControlMessage::kUsedParams,
+  for (auto message : {ControlMessage::kMeet, ControlMessage::kGradientMeeting,
                        ControlMessage::kLentGradients, ControlMessage::kParamStatus,
                        ControlMessage::kStateSizes, ControlMessage::kStateCatalogues}) {
     values.insert(MessageTag(message).value());
