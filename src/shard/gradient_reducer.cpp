@@ -160,6 +160,7 @@ void GradientReducer::forget_buckets_from(size_t first) {
     }
   }
   if (first < buckets_.size()) buckets_.resize(first);
+  std::erase(watched_, nullptr);
   used_here_.resize(watched_.size());
   used_.resize(watched_.size());
 }
@@ -173,6 +174,7 @@ void GradientReducer::set_stand_in(int64_t param, at::Tensor stand_in) {
 
 void GradientReducer::follow_params() {
   for (auto* param : watched_) {
+    if (!param) continue;  // its bucket is still to be added
     param->trainable = param->reduced.param.requires_grad();
     if (param->trainable && !param->accumulator) watch(*param);
   }
