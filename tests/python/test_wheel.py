@@ -133,6 +133,7 @@ def test_libraries_are_found_relative_to_each_other(
     }
 
 
+@pytest.mark.full  # Package.Consumer builds it with the installed tree
 def test_a_cpp_program_is_built_with_it(
     package: Path, imported: dict[str, str], tmp_path: Path
 ) -> None:
@@ -210,6 +211,7 @@ def test_without_torch_the_build_says_what_to_do(tmp_path: Path) -> None:
     assert "got none: install it (pip install torch) and run this again" in said
 
 
+@pytest.mark.full
 def test_types_reach_a_users_program(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -28,7 +28,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # where sums are taken 
 
 
 # Stage 2 does not do these as the plain optimizer does: the player avoids them.
-AVOIDED = {"torch's clipping", "steps without zero_grad"}
+AVOIDED = {
+    "torch's clipping",
+    "steps without zero_grad",
+    # Ranks that had a batch wait in zero_grad() for one that had none, which has gone on.
+    "zero_grad instead of a step after a rank had no batch",
+}
 
 
 class Player:
@@ -75,6 +80,12 @@ class Player:
 
     def _pending(self) -> bool:
         return any(self.beside.unsynced)
+
+    def _may_not_forget(self) -> bool:
+        """Whether gradients may not be dropped here."""
+        avoided = "zero_grad instead of a step after a rank had no batch" in AVOIDED
+        present = frozenset(range(self.world_size))
+        return avoided and self.setup.mode == "stage2" and bool(present & (self.absent or set()))
 
     def _fitting(self, batch: Backward) -> Backward:
         """The batch as this mode allows it."""
@@ -195,7 +206,7 @@ class Player:
 
     @play.register
     def _(self, operation: programs.ClosureStep) -> bool | None:
-        if self._pending() or self.setup.scaler:
+        if self._pending() or self.setup.scaler or self._may_not_forget():
             return False
         self.beside.zero_grad(True)
         batch = self._fitting(operation.batch)
@@ -215,9 +226,12 @@ class Player:
         return None
 
     @play.register
-    def _(self, operation: programs.ZeroGrad) -> None:
+    def _(self, operation: programs.ZeroGrad) -> bool | None:
+        if self._may_not_forget():
+            return False
         self.beside.zero_grad(operation.set_to_none)
         self.zero.zero_grad(operation.set_to_none)
+        return None
 
     def _clip(self, by: str, ours, torchs) -> None:
         if self.setup.mode != "stage2":
@@ -279,7 +293,7 @@ class Player:
 
     @play.register
     def _(self, operation: programs.Freeze) -> bool | None:
-        if self._pending() or self.unscaled:
+        if self._pending() or self.unscaled or self._may_not_forget():
             return False
         self.play(programs.ZeroGrad(True))
         for net in (self.net, self.beside.net):
@@ -297,7 +311,7 @@ class Player:
 
     @play.register
     def _(self, operation: programs.Resume) -> bool | None:
-        if self._pending() or self.unscaled:
+        if self._pending() or self.unscaled or self._may_not_forget():
             return False
         self.play(programs.ZeroGrad(True))
         self.absent = None
@@ -327,6 +341,8 @@ class Player:
     @play.register
     def _(self, operation: programs.Uneven) -> bool | None:
         if self._pending() or self.setup.scaler or self.setup.mode == "handed":
+            return False
+        if self._may_not_forget():
             return False
         self.absent = None
         counts = operation.counts[: self.world_size]
