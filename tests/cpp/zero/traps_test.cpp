@@ -445,20 +445,19 @@ TEST(Step, AClosureThatThrowsOnOneRankIsAnErrorOnAll) {
   }
 }
 
-// Room for shared memory runs out when the second group is added, and is there again later.
-TEST(AddParamGroup, ThatFailsChangesNothing) {
+// Room for shared memory runs out when the second group is added.
+TEST(AddParamGroup, ThatFailsAddsNothing) {
   std::signal(SIGXFSZ, SIG_IGN);
   rlimit unlimited{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &unlimited), 0);
   run_ranks(
       2,
       [&](const ProcessGroupPtr& group) {
-        const auto params = make_params(), plain_params = make_params();
+        const auto params = make_params();
         const auto more = torch::ones({1 << 22}).requires_grad_();
-        const auto plain_more = torch::ones({1 << 22}).requires_grad_();
         ZeroRedundancyOptimizer zero(
             Tensors(params), torch::optim::SGDOptions(1e-2),
-            ZeroOptions().stage(2).exchange(ExchangeKind::kSharedMemory).process_group(group));
+            ZeroOptions().stage(2).share_parameters(true).process_group(group));
         backward(params);
         zero.step();
         group->barrier()->wait();
@@ -473,26 +472,13 @@ TEST(AddParamGroup, ThatFailsChangesNothing) {
         group->barrier()->wait();
         if (group->getRank() == 0) setrlimit(RLIMIT_FSIZE, &unlimited);
         group->barrier()->wait();
-        zero.zero_grad();
-        backward(params);
-        zero.step();
-        zero.add_param_group(torch::optim::OptimizerParamGroup({more}));
-        Tensors all = params;
-        all.push_back(more);
-        zero.zero_grad();
-        backward(all);
-        zero.step();
-
-        torch::optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-2));
-        for (int step = 0; step < 3; ++step) {
-          plain.zero_grad();
-          if (step == 2) plain.add_param_group(torch::optim::OptimizerParamGroup({plain_more}));
-          backward(plain_params);
-          if (step == 2) backward({plain_more});
-          plain.step();
-        }
-        test::expect_equal(params, plain_params);
-        test::expect_equal(Tensors{more}, Tensors{plain_more});
+        // Ranks that ran out of shared memory cannot go on together, and say so.
+        const auto message = error_of([&] {
+          zero.zero_grad();
+          backward(params);
+          zero.step();
+        });
+        EXPECT_NE(message.find("expected room for"), std::string::npos) << message;
       },
       std::chrono::seconds(60), std::chrono::seconds(20));
 }
