@@ -1,6 +1,11 @@
 #include "values.h"
 
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
+
+#include "format/dtype_value.h"
+#include "format/tensor_memory.h"
 
 namespace shardstep::python {
 namespace {
@@ -15,6 +20,14 @@ std::string key_name(py::handle key, const std::string& what) {
   TORCH_CHECK_TYPE(py::isinstance<py::str>(key), "shardstep: cannot save ", what,
                    ": expected strings as keys, got ", std::string(py::repr(key)));
   return key.cast<std::string>();
+}
+
+at::Tensor tensor_of(py::handle object, const std::string& what) {
+  const auto& tensor = THPVariable_Unpack(object.ptr());
+  const bool elsewhere = tensor.unsafeGetTensorImpl()->is_python_dispatch();
+  TORCH_CHECK_TYPE(!elsewhere, "shardstep: cannot save ", what, ": expected ", detail::kWithMemory,
+                   ", got ", type_name(object), ", ", detail::describe_memory(tensor));
+  return tensor.detach();
 }
 
 c10::IValue convert(py::handle object, const std::string& what, int depth) {
@@ -33,7 +46,10 @@ c10::IValue convert(py::handle object, const std::string& what, int depth) {
   }
   if (type == &PyFloat_Type) return PyFloat_AS_DOUBLE(object.ptr());
   if (type == &PyUnicode_Type) return object.cast<std::string>();
-  if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr()).detach();
+  if (THPVariable_Check(object.ptr())) return tensor_of(object, what);
+  if (THPDtype_Check(object.ptr())) {
+    return detail::dtype_to_value(reinterpret_cast<THPDtype*>(object.ptr())->scalar_type);
+  }
   if (type == &PyTuple_Type) {
     std::vector<c10::IValue> items;
     for (auto item : object.cast<py::tuple>()) {
@@ -94,6 +110,10 @@ py::object value_to_python(const c10::IValue& value) {
     py::list list;
     for (const auto& item : value.toList().vec()) list.append(value_to_python(item));
     return list;
+  }
+  if (const auto dtype = detail::value_to_dtype(value)) {
+    auto* object = reinterpret_cast<PyObject*>(torch::getTHPDtype(*dtype));
+    return py::reinterpret_borrow<py::object>(object);
   }
   TORCH_CHECK_TYPE(value.isGenericDict(), "shardstep: cannot give Python a ", value.tagKind());
   py::dict dict;

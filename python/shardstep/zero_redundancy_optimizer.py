@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as _TorchZeroRedunda
 from torch.optim import Optimizer
 
 from shardstep._C import Checkpointer, ShardEngine
-from shardstep._checkpoint import CheckpointMethods
+from shardstep._checkpoint import CheckpointMethods, finish
 from shardstep._elementwise import is_known_elementwise
 from shardstep._errors import telling_every_rank, where
 from shardstep._forward_overlap import wait_in_forward
@@ -154,7 +154,7 @@ class ZeroRedundancyOptimizer(
             Optimizer.__init__(self, parse_param_groups(params), {})
         Joinable.__init__(self)
         self._checkpointer = Checkpointer(self.engine)
-        weakref.finalize(self, self._checkpointer.finish)  # also when the interpreter ends
+        weakref.finalize(self, finish, self._checkpointer)  # also when the interpreter ends
         self.optim = optimizer_class(self._local_groups(0), **defaults)
         self.defaults = dict(self.optim.defaults)
         self._pull_options()

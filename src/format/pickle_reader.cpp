@@ -4,6 +4,7 @@
 #include <bit>
 #include <optional>
 
+#include "format/dtype_value.h"
 #include "format/pickle.h"
 #include "format/pickle_format.h"
 
@@ -401,8 +402,12 @@ PickleNodePtr read_pickle(std::string_view bytes, const StorageLoader& load_stor
 
 c10::IValue as_value(PickleNode& node) {
   if (node.kind == Kind::kLeaf || node.converted) return node.value;
+  if (node.kind == Kind::kGlobal && node.name.starts_with("torch.")) {
+    if (const auto dtype = python_dtype_named(node.name.substr(6))) return dtype_to_value(*dtype);
+  }
   TORCH_CHECK_VALUE(node.kind == Kind::kTuple || node.kind == Kind::kList,
-                    "expected a tensor, number, bool, string, None, or a tuple or list of these, "
+                    "expected a tensor, number, bool, string, dtype, None, or a tuple or list of "
+                    "these, "
                     "got ",
                     describe(node));
   std::vector<c10::IValue> elements;

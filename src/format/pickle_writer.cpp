@@ -2,6 +2,7 @@
 
 #include <bit>
 
+#include "format/dtype_value.h"
 #include "format/pickle.h"
 #include "format/pickle_format.h"
 
@@ -122,6 +123,8 @@ void PickleWriter::value(const c10::IValue& value, const std::string& name) {
     begin_list();
     for (const c10::IValue& element : value.toList()) this->value(element, name);
     end_list();
+  } else if (const auto dtype = value_to_dtype(value)) {
+    global("torch", python_dtype_name(*dtype));
   } else {
     TORCH_CHECK_VALUE(false, "shardstep: a state dict cannot hold '", name, "' of type ",
                       value.tagKind());
@@ -134,6 +137,7 @@ void PickleWriter::tensor(at::Tensor tensor, const std::string& name) {
   TORCH_CHECK_VALUE(tensor.defined(), "shardstep: a state dict cannot hold '", name,
                     "', an undefined tensor");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_quantized() &&
+                        !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
                         tensor.has_storage() && storage_type(tensor.scalar_type()),
                     "shardstep: a state dict cannot hold '", name, "', a tensor of type ",
                     tensor.toString());
