@@ -1,16 +1,12 @@
-# zlib, which src/ alone includes, for its CRC-32: the system's, or a download that is linked in.
+# zlib, which only src/ includes, for its CRC-32. Every Linux has the library; where the headers were
+# only unpacked, the link beside them leads nowhere, and the library's own name finds it.
 
-find_package(ZLIB QUIET)
-if(NOT ZLIB_FOUND)
-  include(FetchContent)
-  FetchContent_Declare(zlib
-    URL https://github.com/madler/zlib/releases/download/v1.3.1/zlib-1.3.1.tar.gz
-    DOWNLOAD_EXTRACT_TIMESTAMP OFF)
-  set(ZLIB_BUILD_EXAMPLES OFF)
-  set(SKIP_INSTALL_ALL ON)
-  FetchContent_MakeAvailable(zlib)
-  set_target_properties(zlibstatic PROPERTIES POSITION_INDEPENDENT_CODE ON)
-  target_include_directories(zlibstatic PUBLIC
-    "$<BUILD_INTERFACE:${zlib_SOURCE_DIR};${zlib_BINARY_DIR}>")
-  add_library(ZLIB::ZLIB ALIAS zlibstatic)
+find_path(SHARDSTEP_ZLIB_INCLUDE_DIR zlib.h)
+find_library(SHARDSTEP_ZLIB_LIBRARY NAMES libz.so libz.so.1)
+if(NOT SHARDSTEP_ZLIB_INCLUDE_DIR OR NOT SHARDSTEP_ZLIB_LIBRARY)
+  message(FATAL_ERROR "shardstep: expected zlib and its headers, got none: install them (Debian: "
+    "zlib1g-dev) and run this again.")
 endif()
+add_library(shardstep_zlib INTERFACE IMPORTED)
+target_include_directories(shardstep_zlib INTERFACE ${SHARDSTEP_ZLIB_INCLUDE_DIR})
+target_link_libraries(shardstep_zlib INTERFACE ${SHARDSTEP_ZLIB_LIBRARY})

@@ -221,6 +221,8 @@ ShardWriter::ShardWriter(const std::string& directory, ShardContent content,
   file_.reserve(layout_.bytes);
 }
 
+ShardWriter::~ShardWriter() = default;
+
 void ShardWriter::write(size_t part, const at::Tensor& tensor,
                         const std::function<void(int64_t)>& on_bytes) {
   const int64_t bytes = bytes_of(content_.parts[part]);

@@ -18,7 +18,7 @@
 namespace shardstep::detail {
 
 // An id that no other save has.
-std::string new_id();
+SHARDSTEP_API std::string new_id();
 
 // Creates the directory if need be, durably.
 void make_directory(const std::string& directory);
@@ -68,6 +68,7 @@ class SHARDSTEP_API ShardWriter {
   // The tensors of the parts may be undefined.
   ShardWriter(const std::string& directory, ShardContent content, const CheckpointIndex& index,
               int rank);
+  ~ShardWriter();
 
   int64_t bytes() const { return layout_.bytes; }
   const ShardContent& content() const { return content_; }

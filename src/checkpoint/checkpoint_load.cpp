@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <map>
+#include <set>
 
 #include "format/dtype_value.h"
 #include "format/param_group_keys.h"
@@ -47,8 +48,9 @@ std::vector<std::string> lacking(const NamedValues& some, const NamedValues& oth
 
 // An option that the saver did not have takes its default. Where each side has options that the
 // other lacks, it is another optimizer's.
-void check_options(const NamedValues& expected, const NamedValues& saved, size_t group) {
-  const auto missing = lacking(expected, saved), unknown = lacking(saved, expected);
+void check_options(const NamedValues& expected, const NamedValues& saved,
+                   const NamedValues& defaults, size_t group) {
+  const auto missing = lacking(defaults, saved), unknown = lacking(saved, expected);
   TORCH_CHECK_VALUE(missing.empty() || unknown.empty(), "shardstep: expected param group ", group,
                     " to have '", missing.front(), "', got another optimizer's options, with '",
                     unknown.front(), "'");
@@ -111,7 +113,8 @@ std::vector<int64_t> match(const ShardEngine& engine, const CheckpointIndex& ind
                       at::IntArrayRef(theirs.shape.value_or(std::vector<int64_t>{})));
   }
   for (size_t g = 0; g < index.param_groups.size(); ++g) {
-    check_options(target.param_groups[g].options, index.param_groups[g].options, g);
+    check_options(target.param_groups[g].options, index.param_groups[g].options, target.defaults,
+                  g);
   }
   return saved;
 }
@@ -178,25 +181,25 @@ class ModuleNames {
   }
   // Empty if there is none.
   std::string take(const std::string& name) {
-    auto found = left_.find(unwrapped(name));
-    if (found == left_.end()) return {};
-    auto saved = found->second;
-    left_.erase(found);
-    return saved;
+    if (left_.erase(name) > 0) return name;
+    const auto found = by_unwrapped_.find(unwrapped(name));
+    const bool is_left = found != by_unwrapped_.end() && left_.erase(found->second) > 0;
+    return is_left ? found->second : "";
   }
   void check_all_taken() const {
     TORCH_CHECK_VALUE(left_.empty(), "shardstep: expected nothing that the module lacks, got ",
-                      kPrefix, left_.begin()->second);
+                      kPrefix, *left_.begin());
   }
   static std::string tensor(const std::string& name) { return std::string(kPrefix) + name; }
 
  private:
   static constexpr std::string_view kPrefix = "module.";
   void add(const std::string& name) {
-    TORCH_CHECK_VALUE(left_.emplace(unwrapped(name), name).second,
-                      "shardstep: expected different names in the module, got ", name, " twice");
+    left_.insert(name);
+    by_unwrapped_.emplace(unwrapped(name), name);
   }
-  std::map<std::string, std::string> left_;  // by name without wrappers
+  std::set<std::string> left_;
+  std::map<std::string, std::string> by_unwrapped_;
 };
 
 void read_module(Checkpoint& checkpoint, const CheckpointTarget& target, LoadedCheckpoint& loaded) {

@@ -136,9 +136,9 @@ int status_of(pid_t pid) {
 }
 
 // One optimizer and what it had when it saved `generation` times.
-class Run {
+class Trained {
  public:
-  explicit Run(const ProcessGroupPtr& group)
+  explicit Trained(const ProcessGroupPtr& group)
       : params_{torch::ones({20, 5}).requires_grad_(), torch::ones({33}).requires_grad_()},
         zero_(params_, torch::optim::AdamWOptions(0.01),
               ZeroOptions().process_group(group).sharding(Sharding::kElement)) {}
@@ -176,11 +176,11 @@ ProcessGroupPtr alone() { return join_group(c10::make_intrusive<c10d::HashStore>
 void check(const std::string& directory, const std::vector<int>& allowed) {
   const auto pid = fork_process([&] {
     Checkpoint(directory).verify();
-    Run run(alone());
+    Trained run(alone());
     const auto extra = run.zero().load_checkpoint(directory);
     const auto generation = static_cast<int>(extra["generation"].toInt());
     EXPECT_NE(std::find(allowed.begin(), allowed.end(), generation), allowed.end()) << generation;
-    Run expected(alone());
+    Trained expected(alone());
     expected.step_to(generation);
     test::expect_equal(*run.zero().consolidate_state_dict(),
                        *expected.zero().consolidate_state_dict());
@@ -204,8 +204,8 @@ bool crash_at(int victim, int at, bool asynchronous) {
   std::vector<pid_t> ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
     ranks.push_back(fork_process([&, rank] {
-      Run run(join_group(c10::make_intrusive<c10d::FileStore>(folder + "/store", kRanks), rank,
-                         kRanks));
+      Trained run(join_group(c10::make_intrusive<c10d::FileStore>(folder + "/store", kRanks), rank,
+                             kRanks));
       run.step_to(1);
       run.save(directory, false);
       run.step_to(2);
@@ -263,7 +263,7 @@ TEST(CheckpointCalls, ADirectoryThatCannotBeSyncedIsAnErrorAndNothingIsRemoved) 
   const test::Folder folder;
   const auto directory = folder / "c";
   in_a_process([&] {
-    Run run(alone());
+    Trained run(alone());
     run.step_to(1);
     run.save(directory, false);
     const auto before = test::names_in(directory);
@@ -290,7 +290,7 @@ TEST(CheckpointCalls, ADirectoryThatCannotBeSyncedIsAnErrorAndNothingIsRemoved) 
 TEST(CheckpointCalls, SignalsInterruptNothing) {
   const test::Folder folder;
   in_a_process([&] {
-    Run run(alone());
+    Trained run(alone());
     run.step_to(2);
     calls.interrupted = true;
     run.save(folder / "c", false);
@@ -303,7 +303,7 @@ TEST(CheckpointCalls, SignalsInterruptNothing) {
 TEST(CheckpointCalls, ParentsOfANewDirectoryAreSynced) {
   const test::Folder folder;
   in_a_process([&] {
-    Run run(alone());
+    Trained run(alone());
     run.step_to(1);
     run.save(folder / "a/b/c/", false);
     for (const auto* parent : {"", "a", "a/b", "a/b/c"}) {
@@ -328,7 +328,7 @@ TEST(CheckpointCalls, AWriterThatDiedDoesNotBlockTheNext) {
   char byte = 0;
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
   in_a_process([&] {
-    Run run(alone());
+    Trained run(alone());
     const auto message = test::error_of<c10::Error>([&] { run.save(directory, false); });
     EXPECT_NE(message.find(c10::str("got process ", other, " on ")), std::string::npos) << message;
   });
@@ -336,7 +336,7 @@ TEST(CheckpointCalls, AWriterThatDiedDoesNotBlockTheNext) {
   status_of(other);
   EXPECT_TRUE(fs::exists(fs::path(directory) / detail::kLockName));
   in_a_process([&] {
-    Run run(alone());
+    Trained run(alone());
     run.step_to(2);
     run.save(directory, false);
   });
@@ -396,7 +396,7 @@ TEST(CheckpointCalls, DoNotGrowWithTheRanksThatSaved) {
     }
     EXPECT_LE(calls.opened_shards, kSavers / 16 + 1);
     std::printf("an index of %d ranks has %ld bytes\n", kSavers, long(index_bytes));
-    Run run(alone());
+    Trained run(alone());
     run.step_to(1);
     calls.opened_shards = 0;
     calls.bytes_read = 0;
