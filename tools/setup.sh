@@ -75,6 +75,7 @@ prepare_build() {
   has_program "${CXX:-c++}" || from_apt g++ "nothing compiles without it" ||
     die "install a C++20 compiler (Debian: g++) and run make again"
   make_venv
+  headers_from_apt zlib1g-dev zlib.h "checkpoints have zlib's checksums"
   headers_from_apt libcli11-dev CLI/CLI.hpp "the example train_gpt reads its options with CLI11"
   local more=()
   has_program cmake || more+=(cmake==4.4.4)

@@ -4,7 +4,7 @@
 // `shard-<id>-<rank>.safetensors`. The index is renamed into place last, so a directory holds a
 // whole checkpoint or none. Its tensors are
 //   state.<parameter index>.<key>   the optimizer's state
-//   module.<name>                   the module's parameters and buffers
+//   module.<name>                   the module's parameters, buffers and extra state
 //   rng.<rank>.<device>             the generators of a rank
 // each cut into parts, ranges of its elements in memory order, which lie anywhere in the shards.
 // Thread safety: one thread at a time. Nothing here is collective.
@@ -82,13 +82,16 @@ struct CheckpointIndex {
   std::map<int64_t, std::vector<std::string>> state;
   std::map<std::string, c10::IValue> values;
   std::map<std::string, CheckpointTensor> tensors;
+  // Extra state of the module that is no tensor, by name.
+  std::map<std::string, c10::IValue> module_values;
   c10::IValue extra;  // the user's dict, or none
 };
 
 // "state.<index>.<key>".
 SHARDSTEP_API std::string state_name(int64_t index, const std::string& key);
 
-// Reads a checkpoint: the index at once, of the shards only what is asked for. Whatever is wrong
+// Reads a checkpoint: the index at once, of the shards only what is asked for, also after the
+// directory has got another checkpoint: a save removes no files that are read. Whatever is wrong
 // with a file is a ValueError that names it.
 class SHARDSTEP_API Checkpoint {
  public:
@@ -136,7 +139,7 @@ class SHARDSTEP_API CheckpointWriter {
  public:
   // `index` says what will be written: of its tensors dtype, shape and order. Parts, files, the id
   // and the world size are the writer's. Nothing of a checkpoint in `directory` changes before
-  // commit().
+  // commit(). Throws if the directory has another writer.
   CheckpointWriter(const std::string& directory, CheckpointIndex index);
   // Drops what was written, unless it was committed.
   ~CheckpointWriter();

@@ -11,6 +11,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -53,6 +54,9 @@ struct CheckpointOptions {
   TORCH_ARG(bool, asynchronous) = false;
   // Called now and then by the thread that writes.
   TORCH_ARG(std::function<void(CheckpointProgress)>, progress);
+  // How long rank 0 waits for another rank's shard to show in the directory. Unset: 30 minutes in
+  // the background; 3 once all ranks have said that theirs are written.
+  TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout);
 };
 
 struct ZeroOptions {

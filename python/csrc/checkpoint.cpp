@@ -80,6 +80,12 @@ py::dict state_dict_to_python(const StateDict& dict) {
   return result;
 }
 
+py::dict to_python(const std::map<std::string, c10::IValue>& values) {
+  py::dict result;
+  for (const auto& [name, value] : values) result[py::str(name)] = value_to_python(value);
+  return result;
+}
+
 void bind_index(py::module_& module) {
   py::class_<CheckpointPart>(module, "CheckpointPart")
       .def_readonly("file", &CheckpointPart::file)
@@ -130,11 +136,10 @@ void bind_reader(py::module_& module) {
                              }))
       .def_property_readonly("state", [=](const Checkpoint& c) { return index(c).state; })
       .def_property_readonly("values", wrap_pybind_function([=](const Checkpoint& c) {
-                               py::dict values;
-                               for (const auto& [name, value] : index(c).values) {
-                                 values[py::str(name)] = value_to_python(value);
-                               }
-                               return values;
+                               return to_python(index(c).values);
+                             }))
+      .def_property_readonly("module_values", wrap_pybind_function([=](const Checkpoint& c) {
+                               return to_python(index(c).module_values);
                              }))
       .def_property_readonly("tensors", [=](const Checkpoint& c) { return index(c).tensors; })
       .def_property_readonly("extra", wrap_pybind_function([=](const Checkpoint& c) {
@@ -218,6 +223,15 @@ std::vector<ModuleTensor> module_of(const PyModule& tensors) {
   return module;
 }
 
+std::map<std::string, c10::IValue> module_values_of(const py::dict& values) {
+  std::map<std::string, c10::IValue> result;
+  for (auto [name, value] : values) {
+    const auto text = name.cast<std::string>();
+    result.emplace(text, value_from_python(value, "module." + text));
+  }
+  return result;
+}
+
 std::exception_ptr error_of(const std::optional<std::string>& error) {
   return error ? std::make_exception_ptr(std::runtime_error(*error)) : nullptr;
 }
@@ -238,8 +252,9 @@ std::function<void(CheckpointProgress)> progress_of(const py::object& callback) 
 
 void save(Checkpointer& checkpointer, const std::string& directory, const py::dict& state,
           const py::list& param_groups, const std::vector<std::string>& names,
-          const PyModule& module, const std::map<std::string, at::Tensor>& rng,
-          const py::object& extra, bool background, const py::object& progress,
+          const PyModule& module, const py::dict& module_values,
+          const std::map<std::string, at::Tensor>& rng, const py::object& extra, bool background,
+          const py::object& progress, std::optional<double> timeout,
           const std::optional<std::string>& failed) {
   CheckpointContent content;
   auto error = error_of(failed);
@@ -249,6 +264,7 @@ void save(Checkpointer& checkpointer, const std::string& directory, const py::di
       content.param_groups = groups_from_python(param_groups);
       content.names = names;
       content.module = module_of(module);
+      content.module_values = module_values_of(module_values);
       content.rng = rng;
       content.extra = value_from_python(extra, "extra");
     } catch (...) {
@@ -258,13 +274,17 @@ void save(Checkpointer& checkpointer, const std::string& directory, const py::di
   SaveOptions options;
   options.mode = background ? SaveMode::kBackground : SaveMode::kBlocking;
   options.progress = progress_of(progress);
+  if (timeout) {
+    options.timeout = std::chrono::milliseconds(static_cast<int64_t>(*timeout * 1000));
+  }
   const py::gil_scoped_release no_gil;
   checkpointer.save(directory, std::move(content), options, error);
 }
 
 py::dict load(Checkpointer& checkpointer, const std::string& directory,
-              const py::list& param_groups, const std::vector<std::string>& names,
-              const PyModule& module, bool known_elementwise,
+              const py::list& param_groups, const py::dict& defaults,
+              const std::vector<std::string>& names, const PyModule& module,
+              const std::vector<std::string>& module_values, bool known_elementwise,
               const std::optional<std::string>& failed) {
   CheckpointTarget target;
   auto error = error_of(failed);
@@ -272,8 +292,10 @@ py::dict load(Checkpointer& checkpointer, const std::string& directory,
     try {
       target = {.param_groups = groups_from_python(param_groups),
                 .names = names,
+                .defaults = values_from_python(defaults, "the optimizer's defaults"),
                 .known_elementwise = known_elementwise,
-                .module = module_of(module)};
+                .module = module_of(module),
+                .module_values = module_values};
     } catch (...) {
       error = std::current_exception();
     }
@@ -287,6 +309,7 @@ py::dict load(Checkpointer& checkpointer, const std::string& directory,
   result["state"] = state_to_python(loaded.state);
   result["param_groups"] = groups_to_python(loaded.param_groups);
   result["module"] = loaded.module;
+  result["module_values"] = to_python(loaded.module_values);
   result["rng"] = loaded.rng;
   result["extra"] = value_to_python(loaded.extra);
   return result;
@@ -297,10 +320,10 @@ void bind_checkpointer(py::module_& module) {
       .def(py::init<const ShardEngine&>(), py::arg("engine"), py::keep_alive<1, 2>())
       .def("save", wrap_pybind_function(save), py::arg("directory"), py::kw_only(),
            py::arg("state"), py::arg("param_groups"), py::arg("names"), py::arg("module"),
-           py::arg("rng"), py::arg("extra"), py::arg("background"), py::arg("progress"),
-           py::arg("error"))
+           py::arg("module_values"), py::arg("rng"), py::arg("extra"), py::arg("background"),
+           py::arg("progress"), py::arg("timeout"), py::arg("error"))
       .def("wait", wrap_pybind_function_no_gil([](Checkpointer& c) { c.wait(); }))
-      .def("finish", wrap_pybind_function_no_gil([](Checkpointer& c) { c.finish(); }))
+      .def("finish", wrap_pybind_function_no_gil([](Checkpointer& c) { return c.finish(); }))
       .def_property_readonly("bytes_read", &Checkpointer::bytes_read)
       .def("progress",
            [](const Checkpointer& c) {
@@ -308,8 +331,8 @@ void bind_checkpointer(py::module_& module) {
              return std::make_pair(progress.written, progress.total);
            })
       .def("load", wrap_pybind_function(load), py::arg("directory"), py::kw_only(),
-           py::arg("param_groups"), py::arg("names"), py::arg("module"),
-           py::arg("known_elementwise"), py::arg("error"))
+           py::arg("param_groups"), py::arg("defaults"), py::arg("names"), py::arg("module"),
+           py::arg("module_values"), py::arg("known_elementwise"), py::arg("error"))
       .def("share", wrap_pybind_function_no_gil(
                         [](const Checkpointer& c, const std::optional<std::string>& error) {
                           c.share(error_of(error));

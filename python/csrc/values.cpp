@@ -4,6 +4,8 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "format/tensor_memory.h"
+
 namespace shardstep::python {
 namespace {
 

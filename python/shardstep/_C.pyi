@@ -197,6 +197,8 @@ class Checkpoint:
     @property
     def values(self) -> dict[str, Any]: ...
     @property
+    def module_values(self) -> dict[str, Any]: ...
+    @property
     def tensors(self) -> dict[str, CheckpointTensor]: ...
     @property
     def extra(self) -> dict[str, Any] | None: ...
@@ -245,14 +247,16 @@ class Checkpointer:
         param_groups: list[dict[str, Any]],
         names: list[str],
         module: list[tuple[str, torch.Tensor, bool]],
+        module_values: dict[str, Any],
         rng: dict[str, torch.Tensor],
         extra: dict[str, Any] | None,
         background: bool,
         progress: Callable[[int, int], object] | None,
+        timeout: float | None,
         error: str | None,
     ) -> None: ...
     def wait(self) -> None: ...
-    def finish(self) -> None: ...
+    def finish(self) -> str | None: ...
     @property
     def bytes_read(self) -> int: ...
     def progress(self) -> tuple[int, int]: ...
@@ -261,8 +265,10 @@ class Checkpointer:
         directory: str,
         *,
         param_groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
         names: list[str],
         module: list[tuple[str, torch.Tensor, bool]],
+        module_values: list[str],
         known_elementwise: bool,
         error: str | None,
     ) -> dict[str, Any]: ...

@@ -1,32 +1,100 @@
 """What of a module, of torch's generators and of param groups goes into a checkpoint, in the form
 that the engine takes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 ModuleTensors = list[tuple[str, torch.Tensor, bool]]
 
 
+def _inner(module: nn.Module) -> nn.Module | None:
+    """What a wrapper wraps: DistributedDataParallel, torch.compile. None of other modules."""
+    if isinstance(module, (DataParallel, DistributedDataParallel)):
+        return module.module  # type: ignore[no-any-return]
+    if list(module._modules) == ["_orig_mod"]:
+        return module._modules["_orig_mod"]
+    return None
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while (inner := _inner(module)) is not None:
+        module = inner
+    return module
+
+
+def _root(module: nn.Module) -> nn.Module:
+    """The module without wrappers, also those that hold nothing but their `module`."""
+    while True:
+        module = _unwrapped(module)
+        only_wraps = list(module._modules) == ["module"] and not (
+            module._parameters or module._buffers
+        )
+        if not only_wraps or module._modules["module"] is None:
+            return module
+        module = module._modules["module"]
+
+
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module once, under a prefix that does not depend on wrappers."""
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        module = _unwrapped(module)
+        if module in seen:
+            return
+        seen.add(module)
+        yield prefix, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from walk(f"{prefix}{name}.", child)
+
+    return walk("", _root(module))
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, under a name that does not depend on wrappers."""
+    seen: set[nn.Parameter] = set()
+    for prefix, part in named_modules(module):
+        for name, param in part._parameters.items():
+            if param is not None and param not in seen:
+                seen.add(param)
+                yield prefix + name, param
+
+
 def module_tensors(module: nn.Module | None) -> ModuleTensors:
-    """Name, tensor, and whether it is a buffer. Tied tensors have one name; DDP adds none."""
+    """Name, tensor, and whether it is a buffer. Tied tensors have one name."""
     if module is None:
         return []
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
-    kept = module.state_dict()
-    for name, value in kept.items():
-        if not isinstance(value, torch.Tensor):
+    for name, value in module.state_dict().items():
+        if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
             raise TypeError(
                 f"shardstep: cannot save the module's {name}: expected a tensor, got "
                 f"{type(value).__qualname__}; save it in `extra`"
             )
-    tensors = [(name, param.detach(), False) for name, param in module.named_parameters()]
-    tensors += [(name, buffer, True) for name, buffer in module.named_buffers() if name in kept]
+    tensors = [(name, param.detach(), False) for name, param in named_parameters(module)]
+    seen: set[torch.Tensor] = set()
+    for prefix, part in named_modules(module):
+        for name, buffer in part._buffers.items():
+            if buffer is None or name in part._non_persistent_buffers_set or buffer in seen:
+                continue
+            seen.add(buffer)
+            tensors.append((prefix + name, buffer, True))
     return tensors
+
+
+def modules_with_extra_state(module: nn.Module | None) -> dict[str, nn.Module]:
+    """By the name of the extra state, as in a state_dict()."""
+    if module is None:
+        return {}
+    return {
+        f"{prefix}_extra_state": part
+        for prefix, part in named_modules(module)
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def parameter_names(
@@ -34,9 +102,7 @@ def parameter_names(
 ) -> list[str]:
     """By parameter index, from the module or from groups that were made of named parameters."""
     if module is not None:
-        while isinstance(module, DistributedDataParallel):
-            module = module.module
-        by_param = {param: name for name, param in module.named_parameters()}
+        by_param: dict[torch.Tensor, str] = {p: name for name, p in named_parameters(module)}
         return [by_param.get(param, "") for param in params]
     if all("param_names" in group for group in groups):
         by_param = {

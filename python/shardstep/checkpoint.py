@@ -151,7 +151,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         try:
             return check()
         except (ValueError, RuntimeError) as error:
-            damages.append(_one_line(error))
+            if (damage := _one_line(error)) not in damages:  # one file may lack many tensors
+                damages.append(damage)
 
     checkpoint = attempt(lambda: Checkpoint(arguments.directory))
     if checkpoint is not None:

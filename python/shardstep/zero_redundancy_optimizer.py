@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as _TorchZeroRedunda
 from torch.optim import Optimizer
 
 from shardstep._C import Checkpointer, ShardEngine
-from shardstep._checkpoint import CheckpointMethods
+from shardstep._checkpoint import CheckpointMethods, finish
 from shardstep._elementwise import check_optimizer_class, is_known_elementwise, refuse_lbfgs
 from shardstep._errors import telling_every_rank, where
 from shardstep._forward_overlap import Arrivals, wait_in
@@ -178,7 +178,7 @@ class ZeroRedundancyOptimizer(
             Optimizer.__init__(self, parse_param_groups(params, _OWN_OPTIONS), {})
         Joinable.__init__(self)
         self._checkpointer = Checkpointer(self.engine)
-        weakref.finalize(self, self._checkpointer.finish)  # also when the interpreter ends
+        weakref.finalize(self, finish, self._checkpointer)  # also when the interpreter ends
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*duplicate parameters")  # it was said already
             self.optim = optimizer_class(self._local_groups(0), **defaults)

@@ -3,10 +3,12 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <deque>
 #include <filesystem>
 #include <numeric>
 
 #include "checkpoint/checkpoint_files.h"
+#include "checkpoint/directory_lock.h"
 #include "format/crc32.h"
 #include "shard/bucket.h"
 
@@ -14,6 +16,9 @@ namespace shardstep {
 namespace {
 
 namespace fs = std::filesystem;
+
+// More shards than that are not kept open: processes may have 1024 files.
+constexpr size_t kMostOpen = 64;
 
 // Runs `body`, whose errors do not name the file yet.
 template <class Body>
@@ -71,7 +76,9 @@ std::string state_name(int64_t index, const std::string& key) {
 struct Checkpoint::Files {
   std::string directory;
   CheckpointIndex index;
+  std::unique_ptr<detail::ReadFile> lock;               // the index, which keeps the shards
   std::vector<std::unique_ptr<detail::ReadFile>> open;  // by file, when needed first
+  std::deque<size_t> opened;                            // in order of time
   std::vector<char> scratch;
   int64_t bytes_read = 0;
 
@@ -79,14 +86,28 @@ struct Checkpoint::Files {
     return (fs::path(directory) / index.files[file].name).string();
   }
   detail::ReadFile& at(size_t file) {
-    if (!open[file]) {
-      auto opened = std::make_unique<detail::ReadFile>(path(file));
-      TORCH_CHECK_VALUE(opened->size() == index.files[file].bytes, "shardstep: cannot read ",
-                        path(file), ": expected ", index.files[file].bytes, " bytes, got ",
-                        opened->size());
-      open[file] = std::move(opened);
+    if (open[file]) return *open[file];
+    if (opened.size() >= kMostOpen) {
+      open[opened.front()] = nullptr;
+      opened.pop_front();
     }
+    open[file] = open_shard(file);
+    opened.push_back(file);
     return *open[file];
+  }
+  std::unique_ptr<detail::ReadFile> open_shard(size_t file) const {
+    try {
+      auto shard = std::make_unique<detail::ReadFile>(path(file));
+      TORCH_CHECK_VALUE(shard->size() == index.files[file].bytes, "shardstep: cannot read ",
+                        path(file), ": expected ", index.files[file].bytes, " bytes, got ",
+                        shard->size());
+      return shard;
+    } catch (const c10::Error& error) {
+      const auto now = detail::current_id(directory);
+      TORCH_CHECK_VALUE(!now || *now == index.id, error.what_without_backtrace(),
+                        "; the checkpoint was replaced while it was read: open it again");
+      throw;
+    }
   }
   // Reads the bytes [begin, end) of a part to `to`, or nowhere, and verifies their blocks.
   void read(const std::string& name, const CheckpointPart& part, int64_t part_bytes, int64_t begin,
@@ -119,13 +140,9 @@ Checkpoint::Checkpoint(const std::string& directory) : files_(std::make_unique<F
   TORCH_CHECK_VALUE(fs::exists(path, error), "shardstep: expected a checkpoint in ", directory,
                     ", got ", fs::is_directory(directory, error) ? "no " : "no directory with ",
                     detail::kIndexName);
-  const detail::ReadFile file(path);
-  files_->index =
-      naming(path, [&] { return detail::index_from_text(file.text(detail::kMostHeaderBytes)); });
-  files_->open.resize(files_->index.files.size());
-  // A missing or shortened shard is found before anything is read.
-  for (size_t i = 0; i < files_->open.size(); ++i) files_->at(i);
-  files_->open.clear();
+  files_->lock = detail::open_index(directory);
+  files_->index = naming(
+      path, [&] { return detail::index_from_text(files_->lock->text(detail::kMostHeaderBytes)); });
   files_->open.resize(files_->index.files.size());
 }
 
@@ -247,12 +264,12 @@ struct CheckpointWriter::State {
   CheckpointIndex index;  // as it will be, less what the shard says
   std::map<std::string, size_t> parts;
   std::vector<bool> written;
-  std::unique_ptr<detail::ShardWriter> shard;
+  std::unique_ptr<detail::DirectoryLock> lock;
+  std::unique_ptr<detail::ShardWriter> shard;  // its remains go before the lock does
 };
 
 CheckpointWriter::CheckpointWriter(const std::string& directory, CheckpointIndex index)
     : state_(std::make_unique<State>()) {
-  detail::prepare_directory(directory);
   try {
     detail::check_state(index);
   } catch (const c10::Error& error) {
@@ -274,6 +291,9 @@ CheckpointWriter::CheckpointWriter(const std::string& directory, CheckpointIndex
   index.tensors.clear();
   index.state.clear();
   index.values.clear();
+  detail::make_directory(directory);
+  detail::check_replaceable(directory);
+  state_->lock = std::make_unique<detail::DirectoryLock>(directory);
   state_->directory = directory;
   state_->index = std::move(index);
   state_->written.resize(content.parts.size());
@@ -312,9 +332,10 @@ void CheckpointWriter::commit() {
   try {
     detail::commit_index(state_->directory, state_->index);
   } catch (...) {
-    fs::remove(fs::path(state_->directory) / detail::shard_name(state_->index.id, 0));
+    detail::remove_shard(state_->directory, state_->index.id, 0);
     throw;
   }
+  state_->lock = nullptr;
 }
 
 }  // namespace shardstep

@@ -11,6 +11,7 @@
 #include <random>
 #include <system_error>
 
+#include "checkpoint/directory_lock.h"
 #include "format/crc32.h"
 
 namespace shardstep::detail {
@@ -22,33 +23,70 @@ int64_t bytes_of(const ShardPart& part) {
   return part.elements.size() * static_cast<int64_t>(c10::elementSize(part.whole.dtype));
 }
 
-// Nothing here is worth an error: the checkpoint stands.
-void remove_leftovers(const std::string& directory, const CheckpointIndex& index) {
+std::string index_path(const std::string& directory) {
+  return (fs::path(directory) / kIndexName).string();
+}
+
+// Gives the index that is about to be replaced its second name, and drops that again if it was not
+// replaced. Where files cannot have two names, readers may find that shards are gone.
+class PreviousIndex {
+ public:
+  explicit PreviousIndex(const std::string& directory) {
+    const auto id = current_id(directory);
+    if (!id) return;
+    const auto path = (fs::path(directory) / previous_index_name(*id)).string();
+    if (::link(index_path(directory).c_str(), path.c_str()) == 0) path_ = path;
+  }
+  ~PreviousIndex() {
+    if (!path_.empty() && !replaced_) ::unlink(path_.c_str());
+  }
+  PreviousIndex(const PreviousIndex&) = delete;
+  PreviousIndex& operator=(const PreviousIndex&) = delete;
+  void replaced() { replaced_ = true; }
+
+ private:
+  std::string path_;
+  bool replaced_ = false;
+};
+
+std::vector<std::string> names_in_directory(const std::string& directory) {
+  std::vector<std::string> names;
   std::error_code error;
   for (fs::directory_iterator entry(directory, error), end; !error && entry != end;
        entry.increment(error)) {
-    const auto name = entry->path().filename().string();
-    const bool named = std::any_of(index.files.begin(), index.files.end(),
-                                   [&](const CheckpointFile& file) { return file.name == name; });
-    if (is_save_file(name) && !named) ::unlink(entry->path().c_str());
+    names.push_back(entry->path().filename().string());
   }
+  return names;
 }
 
-// Others' index.json, for example of a web page, is not ours to replace.
-void check_replaceable(const std::string& path) {
-  if (!fs::exists(path)) return;
-  std::string found;
-  try {
-    const auto json = parse_json(ReadFile(path).text(kMostHeaderBytes));
-    if (json.is_object() && json.contains("format") && json["format"] == "shardstep checkpoint") {
-      return;
-    }
-    found = "it is no index of a checkpoint";
-  } catch (const c10::Error& error) {
-    found = error.what_without_backtrace();
+// Drops the second name of an index that nobody reads. False if someone does.
+bool retire(const std::string& path) {
+  // To lock it alone over NFS, a file must be open for writing.
+  const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) return errno == ENOENT;
+  const bool unread = try_lock_alone(descriptor);
+  if (unread) ::unlink(path.c_str());
+  ::close(descriptor);
+  return unread;
+}
+
+// Removes what saves left there, but not the shards of `id` nor of an index that is being read.
+// Nothing here is worth an error: the checkpoint stands.
+void remove_leftovers(const std::string& directory, const std::string& id) {
+  if (current_id(directory) != id) return;  // someone without a lock was faster
+  const auto names = names_in_directory(directory);
+  std::vector<std::string> kept{id};
+  for (const auto& name : names) {
+    const auto previous = id_of_previous_index(name);
+    if (!previous || *previous == id) continue;
+    if (!retire((fs::path(directory) / name).string())) kept.push_back(*previous);
   }
-  TORCH_CHECK_VALUE(false, "shardstep: expected ", path,
-                    " to be absent or a checkpoint's: ", found);
+  for (const auto& name : names) {
+    const bool stays = std::any_of(kept.begin(), kept.end(), [&](const std::string& one) {
+      return name.starts_with(shard_prefix(one));
+    });
+    if (is_save_file(name) && !stays) ::unlink((fs::path(directory) / name).c_str());
+  }
 }
 
 }  // namespace
@@ -60,18 +98,57 @@ std::string new_id() {
   return id;
 }
 
-void prepare_directory(const std::string& directory) {
+void make_directory(const std::string& directory) {
   std::error_code error;
+  const auto whole = fs::absolute(directory, error).lexically_normal();
+  std::vector<fs::path> parents;  // of what does not exist yet
+  for (auto path = whole; !fs::exists(path, error) && path.has_relative_path();
+       path = path.parent_path()) {
+    if (path.has_filename()) parents.push_back(path.parent_path());
+  }
+  error.clear();
   fs::create_directories(directory, error);
   TORCH_CHECK(!error && fs::is_directory(directory, error), "shardstep: cannot make the directory ",
               directory, ": ",
               (error ? error : std::make_error_code(std::errc::not_a_directory)).message());
-  check_replaceable((fs::path(directory) / kIndexName).string());
+  for (const auto& parent : parents) sync_directory(parent.string());
+}
+
+void check_replaceable(const std::string& directory) {
+  // Others' index.json, for example of a web page, is not ours to replace.
+  const auto path = index_path(directory);
+  std::error_code error;
+  if (!fs::exists(path, error)) return;
+  TORCH_CHECK_VALUE(is_index_text(ReadFile(path).head(kIndexHeadBytes)), "shardstep: expected ",
+                    path, " to be absent or a checkpoint's: it is no index of a checkpoint");
+}
+
+std::optional<std::string> current_id(const std::string& directory) {
+  try {
+    const ReadFile file(index_path(directory));
+    if (auto id = id_in_head(file.head(kIndexHeadBytes))) return id;
+    return id_of_index(file.text(kMostHeaderBytes));
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+}
+
+std::unique_ptr<ReadFile> open_index(const std::string& directory) {
+  constexpr int kMostTries = 1000;
+  const auto path = index_path(directory);
+  for (int tries = 0; tries < kMostTries; ++tries) {
+    auto file = std::make_unique<ReadFile>(path);
+    // Else it was replaced before it was locked, and may be gone soon.
+    if (file->lock_shared() && file->is_in_place()) return file;
+  }
+  TORCH_CHECK_VALUE(false, "shardstep: cannot read ", path, ": it is replaced again and again");
 }
 
 ReadFile::ReadFile(const std::string& path) : path_(path) {
   // Not to hang at a pipe.
-  descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  do {
+    descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  } while (descriptor_ < 0 && errno == EINTR);
   const int failed = descriptor_ < 0 ? errno : 0;
   TORCH_CHECK_VALUE(descriptor_ >= 0, "shardstep: cannot read ", path, ": ",
                     std::generic_category().message(failed));
@@ -82,7 +159,13 @@ ReadFile::ReadFile(const std::string& path) : path_(path) {
   size_ = status.st_size;
 }
 
-ReadFile::~ReadFile() { ::close(descriptor_); }
+ReadFile::~ReadFile() {
+  if (locked_) unlock(descriptor_);
+  ::close(descriptor_);
+}
+
+bool ReadFile::lock_shared() { return locked_ = try_lock_shared(descriptor_); }
+bool ReadFile::is_in_place() const { return is_at(descriptor_, path_); }
 
 void ReadFile::read_at(int64_t offset, void* to, int64_t size) const {
   constexpr int64_t kMost = 1 << 30;
@@ -96,6 +179,12 @@ void ReadFile::read_at(int64_t offset, void* to, int64_t size) const {
     offset += count;
     size -= count;
   }
+}
+
+std::string ReadFile::head(int64_t most) const {
+  std::string text(std::min(size_, most), '\0');
+  read_at(0, text.data(), static_cast<int64_t>(text.size()));
+  return text;
 }
 
 std::string ReadFile::text(int64_t most) const {
@@ -131,6 +220,8 @@ ShardWriter::ShardWriter(const std::string& directory, ShardContent content,
   layout_ = layout_of(content_, index, rank, checksums_);
   file_.reserve(layout_.bytes);
 }
+
+ShardWriter::~ShardWriter() = default;
 
 void ShardWriter::write(size_t part, const at::Tensor& tensor,
                         const std::function<void(int64_t)>& on_bytes) {
@@ -178,10 +269,24 @@ void commit_index(const std::string& directory, CheckpointIndex index) {
                 " do not fit together: ", error.what_without_backtrace());
   }
   const auto text = index_to_text(index);
-  ReplacingFile file((fs::path(directory) / kIndexName).string());
+  ReplacingFile file(index_path(directory));
   file.write(text.data(), text.size());
-  file.commit();
-  remove_leftovers(directory, index);
+  file.check();
+  PreviousIndex previous(directory);
+  try {
+    file.commit();
+  } catch (...) {
+    // It may be in its place and not be durable.
+    if (current_id(directory) == index.id) previous.replaced();
+    throw;
+  }
+  previous.replaced();
+  remove_leftovers(directory, index.id);
+}
+
+void remove_shard(const std::string& directory, const std::string& id, int rank) {
+  if (current_id(directory) == id) return;
+  ::unlink((fs::path(directory) / shard_name(id, rank)).c_str());
 }
 
 }  // namespace shardstep::detail

@@ -1,21 +1,33 @@
 #pragma once
 
 // The files of a checkpoint: writing one shard, and the index that makes shards a checkpoint.
+//
+// A reader holds a shared lock on the index that it read. Whoever replaces the index first gives it
+// a second name, index-<id>.json, and removes it and its shards only while nobody reads them.
 
 #include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "checkpoint/checkpoint_index.h"
 #include "format/replacing_file.h"
+#include "shardstep/export.h"
 
 namespace shardstep::detail {
 
 // An id that no other save has.
-std::string new_id();
+SHARDSTEP_API std::string new_id();
 
-// Creates the directory if need be, and throws unless it is one that may hold a checkpoint.
-void prepare_directory(const std::string& directory);
+// Creates the directory if need be, durably.
+void make_directory(const std::string& directory);
+// Throws ValueError if the directory has an index.json that is not a checkpoint's.
+void check_replaceable(const std::string& directory);
+
+// The id of the checkpoint in a directory, as far as there is one. Reads the first bytes of the
+// index, whose size does not matter.
+std::optional<std::string> current_id(const std::string& directory);
 
 // A file that is only read.
 class ReadFile {
@@ -26,7 +38,14 @@ class ReadFile {
   ReadFile& operator=(const ReadFile&) = delete;
 
   int64_t size() const { return size_; }
+  // Tells those who would replace the file that it is read, until this object is gone. False if
+  // it is being removed.
+  bool lock_shared();
+  // Whether it still has its name.
+  bool is_in_place() const;
   void read_at(int64_t offset, void* to, int64_t size) const;
+  // The first bytes, at most `most`.
+  std::string head(int64_t most) const;
   // The whole of a file of at most `most` bytes.
   std::string text(int64_t most) const;
 
@@ -34,17 +53,22 @@ class ReadFile {
   std::string path_;
   int descriptor_ = -1;
   int64_t size_ = 0;
+  bool locked_ = false;
 };
+
+// The index of a directory, with a reader's lock that lasts as long as the object.
+std::unique_ptr<ReadFile> open_index(const std::string& directory);
 
 // The JSON that a safetensors file starts with.
 std::string read_shard_header(const ReadFile& file);
 
 // Writes the shard of one rank. Not there under its name before commit(), and then durable.
-class ShardWriter {
+class SHARDSTEP_API ShardWriter {
  public:
   // The tensors of the parts may be undefined.
   ShardWriter(const std::string& directory, ShardContent content, const CheckpointIndex& index,
               int rank);
+  ~ShardWriter();
 
   int64_t bytes() const { return layout_.bytes; }
   const ShardContent& content() const { return content_; }
@@ -64,6 +88,10 @@ class ShardWriter {
 
 // Makes the shards of all ranks, which must be there, the checkpoint of the directory; then removes
 // what belongs to no checkpoint any more. `index` has all but files, tensors, state and values.
-void commit_index(const std::string& directory, CheckpointIndex index);
+// REQUIRES: the caller holds the DirectoryLock.
+SHARDSTEP_API void commit_index(const std::string& directory, CheckpointIndex index);
+
+// Removes one shard, unless the index of the directory names it.
+void remove_shard(const std::string& directory, const std::string& id, int rank);
 
 }  // namespace shardstep::detail

@@ -15,6 +15,7 @@ constexpr int64_t kVersion = 1;
 constexpr size_t kIdDigits = 16;
 constexpr size_t kChecksumDigits = 8;
 const std::string kChecksumKey = R"({"crc-32":")";
+const std::string kIdKey = R"("id":")";
 constexpr int64_t kHeaderAlignment = 64;
 constexpr int kMostRanks = 1 << 20;
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
@@ -236,8 +237,20 @@ void check_tensor(const CheckpointIndex& index, const std::string& name,
 
 }  // namespace
 
+std::string shard_prefix(const std::string& id) { return c10::str("shard-", id, "-"); }
+
 std::string shard_name(const std::string& id, int rank) {
-  return c10::str("shard-", id, "-", rank, ".safetensors");
+  return c10::str(shard_prefix(id), rank, ".safetensors");
+}
+
+std::string previous_index_name(const std::string& id) { return c10::str("index-", id, ".json"); }
+
+std::optional<std::string> id_of_previous_index(const std::string& name) {
+  constexpr std::string_view kPrefix = "index-";
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  auto id = name.substr(kPrefix.size(), kIdDigits);
+  if (!is_id(id) || name != previous_index_name(id)) return std::nullopt;
+  return id;
 }
 
 bool is_save_file(const std::string& name) {
@@ -335,8 +348,8 @@ void check_state(const CheckpointIndex& index) {
   std::vector<bool> seen(index.parameters.size());
   for (size_t g = 0; g < index.param_groups.size(); ++g) {
     for (int64_t param : index.param_groups[g].params) {
-      TORCH_CHECK_VALUE(param < count && !seen[param], "param group ", g, ": expected each of ",
-                        count, " parameters once, got ", param);
+      TORCH_CHECK_VALUE(0 <= param && param < count && !seen[param], "param group ", g,
+                        ": expected each of ", count, " parameters once, got ", param);
       seen[param] = true;
     }
   }
@@ -344,8 +357,8 @@ void check_state(const CheckpointIndex& index) {
                     count, " parameters in a param group");
   size_t known = 0;
   for (const auto& [param, keys] : index.state) {
-    TORCH_CHECK_VALUE(param < count, "expected state of ", count, " parameters, got that of ",
-                      param);
+    TORCH_CHECK_VALUE(0 <= param && param < count, "expected state of ", count,
+                      " parameters, got that of ", param);
     std::vector<std::string> sorted = keys;
     std::sort(sorted.begin(), sorted.end());
     TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
@@ -383,7 +396,6 @@ void check_index(const CheckpointIndex& index) {
 std::string index_to_text(const CheckpointIndex& index) {
   Json json{{"format", kFormat},
             {"version", kVersion},
-            {"id", index.id},
             {"world_size", index.world_size},
             {"stage", index.stage},
             {"sharding", index.sharding == Sharding::kElement ? "element" : "parameter"},
@@ -399,8 +411,26 @@ std::string index_to_text(const CheckpointIndex& index) {
   }
   auto& tensors = json["tensors"] = Json::object();
   for (const auto& [name, tensor] : index.tensors) tensors[name] = tensor_to_json(tensor, name);
-  const auto rest = dump(json, "index").substr(1) + "\n";
+  if (!index.module_values.empty()) json["module_values"] = values_to_json(index.module_values);
+  const auto rest = kIdKey + index.id + "\"," + dump(json, "index").substr(1) + "\n";
   return kChecksumKey + hex(crc32(rest.data(), rest.size())) + "\"," + rest;
+}
+
+bool is_index_text(std::string_view head) { return head.starts_with(kChecksumKey); }
+
+std::optional<std::string> id_in_head(std::string_view head) {
+  const auto begin = kChecksumKey.size() + kChecksumDigits + 2;
+  if (!is_index_text(head) || head.size() < begin + kIdKey.size() + kIdDigits) return std::nullopt;
+  const auto rest = head.substr(begin);
+  const auto id = rest.substr(kIdKey.size(), kIdDigits);
+  if (!rest.starts_with(kIdKey) || !is_id(id)) return std::nullopt;
+  return std::string(id);
+}
+
+std::optional<std::string> id_of_index(std::string_view text) {
+  const auto json = parse_json(text);
+  const auto& id = to_string(member(json, "id", "index"), "id");
+  return is_id(id) ? std::optional(id) : std::nullopt;
 }
 
 CheckpointIndex index_from_text(std::string_view text) {
@@ -453,6 +483,7 @@ CheckpointIndex index_from_text(std::string_view text) {
     index.tensors.emplace(name, tensor_from_json(tensor, name));
   }
   index.extra = value_from_json(member(json, "extra", "index"), "extra");
+  if (json.contains("module_values")) read_values(json["module_values"], index.module_values);
   check_index(index);
   return index;
 }

@@ -2,6 +2,7 @@
 
 // index.json and the headers of shards, as text and checked.
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,9 +33,15 @@ struct ShardContent {
 // Dtype, shape and memory order; no parts yet.
 CheckpointTensor describe(const at::Tensor& tensor);
 
+// What the names of an id's shards begin with.
+std::string shard_prefix(const std::string& id);
 std::string shard_name(const std::string& id, int rank);
 // Whether a file is a shard, whole or not, or a temporary index: something that a save made.
 bool is_save_file(const std::string& name);
+
+// The second name of an index that was replaced, and the id in such a name.
+std::string previous_index_name(const std::string& id);
+std::optional<std::string> id_of_previous_index(const std::string& name);
 
 // The layout of a shard: parts by offset, and the bytes that come first. The text has the same
 // length whatever the checksums are.
@@ -54,8 +61,17 @@ void check_state(const CheckpointIndex& index);
 // And unless every element of every tensor is there once, in a place of its own.
 void check_index(const CheckpointIndex& index);
 
-// The text is a JSON object whose first key, "crc-32", has the checksum of all that follows.
+// The text is a JSON object whose first key, "crc-32", has the checksum of all that follows, and
+// whose second is the id.
 std::string index_to_text(const CheckpointIndex& index);
+// How many first bytes the next two want to see.
+constexpr int64_t kIndexHeadBytes = 64;
+// Whether a file that begins so can be an index.
+bool is_index_text(std::string_view head);
+// The id, where it is the second key.
+std::optional<std::string> id_in_head(std::string_view head);
+// The id, wherever it is.
+std::optional<std::string> id_of_index(std::string_view text);
 // Reads an index and checks it.
 CheckpointIndex index_from_text(std::string_view text);
 

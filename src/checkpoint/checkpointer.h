@@ -4,7 +4,7 @@
 // writes its own shard, rank 0 the index when all shards are there. Both faces use it.
 // Collective: save, wait, load and share. An error on one rank is an error on all; a save that
 // fails leaves the checkpoint that was there before. Thread safety: one thread at a time, but
-// progress() from any. Destruction does not communicate: it is finish().
+// progress() from any. Destruction does not communicate: it is finish(), and warns of a failure.
 
 #include <chrono>
 #include <exception>
@@ -23,6 +23,10 @@
 
 namespace shardstep {
 
+namespace detail {
+class SaveJob;
+}
+
 enum class SaveMode {
   kBlocking,
   kBackground,  // save() returns when the shard is copied
@@ -32,8 +36,9 @@ struct SaveOptions {
   SaveMode mode = SaveMode::kBlocking;
   // Called now and then by the thread that writes.
   std::function<void(CheckpointProgress)> progress;
-  // How long rank 0 waits in the background for the other ranks' shards.
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  // How long rank 0 waits for another rank's shard to show in the directory. Unset: 30 minutes in
+  // the background; 3 once all ranks have said that theirs are written.
+  std::optional<std::chrono::milliseconds> timeout;
 };
 
 // A tensor of the module. Ranks share the writing of parameters, which are the same everywhere;
@@ -49,6 +54,8 @@ struct CheckpointContent {
   std::vector<StateDict::ParamGroup> param_groups;
   std::vector<std::string> names;  // by parameter index, or empty
   std::vector<ModuleTensor> module;
+  // Extra state of the module, by name; rank 0's counts.
+  std::map<std::string, c10::IValue> module_values;
   std::map<std::string, at::Tensor> rng;  // by device
   c10::IValue extra;                      // a dict or none; rank 0's counts
 };
@@ -56,16 +63,19 @@ struct CheckpointContent {
 // What a checkpoint is loaded into.
 struct CheckpointTarget {
   std::vector<StateDict::ParamGroup> param_groups;
-  std::vector<std::string> names;    // by parameter index, or empty
-  bool known_elementwise = true;     // state has the parameter's shape, or no axes
-  std::vector<ModuleTensor> module;  // empty: not asked for
+  std::vector<std::string> names;          // by parameter index, or empty
+  NamedValues defaults;                    // of options that the checkpoint lacks
+  bool known_elementwise = true;           // state has the parameter's shape, or no axes
+  std::vector<ModuleTensor> module;        // empty: not asked for
+  std::vector<std::string> module_values;  // names of extra state
 };
 
 struct LoadedCheckpoint {
   std::map<int64_t, NamedValues> state;  // of this rank's local parameters, on their devices
-  std::vector<StateDict::ParamGroup> param_groups;  // in the target's order
-  std::vector<at::Tensor> module;                   // in the target's order, on the CPU
-  std::map<std::string, at::Tensor> rng;            // by device; empty if there was no such rank
+  std::vector<StateDict::ParamGroup> param_groups;   // in the target's order
+  std::vector<at::Tensor> module;                    // in the target's order, on the CPU
+  std::map<std::string, c10::IValue> module_values;  // by name, as far as they were saved
+  std::map<std::string, at::Tensor> rng;             // by device; empty if there was no such rank
   c10::IValue extra;
 };
 
@@ -84,9 +94,10 @@ class SHARDSTEP_API Checkpointer {
   // Returns when the last save is complete on all ranks, or throws what went wrong. Collective.
   void wait();
   CheckpointProgress progress() const;
-  // Lets a save in the background end without asking the other ranks: rank 0 waits some seconds for
-  // their shards. To be sure of a checkpoint, call wait().
-  void finish();
+  // Lets a save in the background end without asking the other ranks: rank 0 waits at most ten
+  // seconds for their shards. Returns what went wrong, if nobody has heard of it yet. To be sure of
+  // a checkpoint, call wait().
+  std::optional<std::string> finish();
 
   // Reads what this rank needs, and verifies it. `prepare` gets it before the ranks agree that all
   // is well; what it throws is an error on all ranks. Collective.
@@ -99,11 +110,10 @@ class SHARDSTEP_API Checkpointer {
   int64_t bytes_read() const { return bytes_read_; }
 
  private:
-  class Job;
   const ShardEngine& engine_;
-  mutable std::mutex mutex_;  // guards the pointer
-  std::shared_ptr<Job> job_;  // the last save
-  bool waited_ = true;        // for it
+  mutable std::mutex mutex_;              // guards the pointer
+  std::shared_ptr<detail::SaveJob> job_;  // the last save
+  bool waited_ = true;                    // for it
   int64_t bytes_read_ = 0;
 };
 

@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "shardstep/export.h"
+
 namespace shardstep::detail {
 
-uint32_t crc32(const void* data, size_t size);
+SHARDSTEP_API uint32_t crc32(const void* data, size_t size);
 
 }  // namespace shardstep::detail

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <limits>
 
+#include "format/tensor_memory.h"
+
 namespace shardstep::detail {
 namespace {
 
@@ -53,8 +55,8 @@ int digit(char c, const std::string& what) {
 }
 
 Json tensor_to_json(const at::Tensor& tensor, const std::string& what) {
-  TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided, what,
-                    ": expected a dense tensor");
+  TORCH_CHECK_VALUE(has_memory(tensor), what, ": expected ", kWithMemory, ", got ",
+                    describe_memory(tensor));
   TORCH_CHECK_VALUE(static_cast<int64_t>(tensor.nbytes()) <= kMostInlineBytes, what,
                     ": expected a tensor of at most ", kMostInlineBytes,
                     " bytes inside other values, got ", tensor.nbytes());
@@ -103,6 +105,9 @@ Json encode(const c10::IValue& value, const std::string& what, int depth) {
   if (value.isTensor()) return tensor_to_json(value.toTensor(), what);
   if (value.isTuple()) return {{"tuple", list(value.toTupleRef().elements().vec())}};
   if (value.isList()) return list(value.toList().vec());
+  if (const auto dtype = value_to_dtype(value)) {
+    return {{"dtype", std::string(c10::getDtypeNames(*dtype).first)}};
+  }
   if (value.isGenericDict()) {
     auto pairs = Json::array();
     for (const auto& item : value.toGenericDict()) {
@@ -113,10 +118,11 @@ Json encode(const c10::IValue& value, const std::string& what, int depth) {
     }
     return {{"dict", std::move(pairs)}};
   }
-  TORCH_CHECK_VALUE(false, what,
-                    ": expected numbers, strings, bools, none, tensors, or lists, tuples and dicts "
-                    "of these, got ",
-                    value.tagKind());
+  TORCH_CHECK_VALUE(
+      false, what,
+      ": expected numbers, strings, bools, none, dtypes, tensors, or lists, tuples and dicts "
+      "of these, got ",
+      value.tagKind());
 }
 
 c10::IValue decode(const Json& json, const std::string& what, int depth);
@@ -130,6 +136,10 @@ c10::IValue decode_tagged(const Json& json, const std::string& what, int depth) 
     if (name == "nan") return std::numeric_limits<double>::quiet_NaN();
     if (name == "inf") return std::numeric_limits<double>::infinity();
     if (name == "-inf") return -std::numeric_limits<double>::infinity();
+  } else if (tag == "dtype") {
+    const auto& dtypes = c10::getStringToDtypeMap();
+    const auto found = dtypes.find(to_string(content, what));
+    if (found != dtypes.end()) return dtype_to_value(found->second);
   } else if (tag == "tensor") {
     return tensor_from_json(content, what);
   } else if (tag == "tuple") {

@@ -4,7 +4,7 @@
 // A value is null, a bool, an int, a double, a string, a list of values, or an object with one key:
 //   {"double": "inf" | "-inf" | "nan"}       {"tuple": [value, …]}       {"dict": [[key, value],
 //   …]}
-//   {"tensor": {"dtype": …, "shape": […], "bytes": hex}}
+//   {"tensor": {"dtype": …, "shape": […], "bytes": hex}}      {"dtype": "float32"}
 
 #include <ATen/core/ivalue.h>
 

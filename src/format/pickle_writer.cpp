@@ -137,6 +137,7 @@ void PickleWriter::tensor(at::Tensor tensor, const std::string& name) {
   TORCH_CHECK_VALUE(tensor.defined(), "shardstep: a state dict cannot hold '", name,
                     "', an undefined tensor");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_quantized() &&
+                        !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
                         tensor.has_storage() && storage_type(tensor.scalar_type()),
                     "shardstep: a state dict cannot hold '", name, "', a tensor of type ",
                     tensor.toString());

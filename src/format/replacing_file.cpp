@@ -18,6 +18,14 @@ namespace fs = std::filesystem;
 // What one call is asked to write: Linux takes no more than 2 GB.
 constexpr size_t kMostBytes = size_t{1} << 30;
 
+// Calls until a signal no longer interrupts. Returns what the call returned.
+template <class Call>
+auto uninterrupted(Call call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
 // A link stays a link: what it points to is replaced.
 std::string real_path(const std::string& path) {
   std::error_code error;
@@ -65,10 +73,7 @@ void ReplacingFile::check() const {
 
 void ReplacingFile::reserve(int64_t size) {
   if (size == 0) return;
-  int result = 0;
-  do {
-    result = ::fallocate(descriptor_, 0, 0, size);
-  } while (result != 0 && errno == EINTR);
+  const int result = uninterrupted([&] { return ::fallocate(descriptor_, 0, 0, size); });
   if (result != 0 && errno != EOPNOTSUPP && errno != ENOSYS) fail("cannot write", errno);
 }
 
@@ -88,23 +93,29 @@ void ReplacingFile::write_at(int64_t offset, const void* data, size_t size) {
 
 void ReplacingFile::commit() {
   check();
-  if (::fsync(descriptor_) != 0) fail("cannot write", errno);
+  if (uninterrupted([&] { return ::fsync(descriptor_); }) != 0) fail("cannot write", errno);
   int descriptor = std::exchange(descriptor_, -1);
   if (::close(descriptor) != 0 && errno != EINTR) fail("cannot write", errno);
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot replace", errno);
   temporary_.clear();
-  // The move itself is durable once the folder is; where folders cannot be synced, the file is
-  // whole all the same.
-  auto folder = fs::path(path_).parent_path();
-  int opened = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (opened >= 0) {
-    ::fsync(opened);
-    ::close(opened);
-  }
+  sync_directory(fs::path(path_).parent_path().string());
 }
 
 void ReplacingFile::fail(const char* what, int error) const {
   TORCH_CHECK(false, "shardstep: ", what, " ", path_, ": ", std::generic_category().message(error));
+}
+
+void sync_directory(const std::string& directory) {
+  const std::string path = directory.empty() ? "." : directory;
+  const int opened =
+      uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
+  int error = opened < 0 ? errno : 0;
+  if (opened >= 0 && uninterrupted([&] { return ::fsync(opened); }) != 0) error = errno;
+  if (opened >= 0) ::close(opened);
+  // EINVAL: this file system has no such thing as syncing a directory.
+  TORCH_CHECK(error == 0 || error == EINVAL, "shardstep: cannot sync the directory ", path, ": ",
+              std::generic_category().message(error),
+              "; what was written there may be lost if the machine fails");
 }
 
 }  // namespace shardstep::detail

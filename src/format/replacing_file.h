@@ -25,7 +25,8 @@ class ReplacingFile {
   void reserve(int64_t size);
   // Writes to a place of its own. Throws what goes wrong.
   void write_at(int64_t offset, const void* data, size_t size);
-  // Makes what was written the file, durably.
+  // Makes what was written the file, durably. If the directory cannot be synced, this throws
+  // although the file is in its place.
   void commit();
 
  private:
@@ -36,5 +37,8 @@ class ReplacingFile {
   int descriptor_ = -1;
   int write_error_ = 0;
 };
+
+// Makes the names in a directory durable. Throws what goes wrong.
+void sync_directory(const std::string& directory);
 
 }  // namespace shardstep::detail

@@ -110,6 +110,7 @@ void ZeroRedundancyOptimizer::save_checkpoint(const std::string& directory,
   SaveOptions how;
   how.mode = options.asynchronous() ? SaveMode::kBackground : SaveMode::kBlocking;
   how.progress = options.progress();
+  how.timeout = options.timeout();
   checkpointer_->save(directory, std::move(content), how, error);
 }
 
@@ -132,6 +133,7 @@ NamedValues ZeroRedundancyOptimizer::load_checkpoint(const std::string& director
   target.module = tensors_of(options.module().get());
   target.names = names_of(*engine_, target.module);
   target.known_elementwise = local_.elementwise && is_known_elementwise(local_.name);
+  target.defaults = local_.read_options(*local_.defaults);
 
   GroupOptions group_options;
   ParamStates states;

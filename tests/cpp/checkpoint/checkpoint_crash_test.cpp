@@ -1,18 +1,25 @@
 // A rank that is killed at any of the calls by which a save reaches the disk: the directory then
-// holds the old checkpoint or the new one, whole. Ranks are forked processes here; this process
-// itself must not use torch before.
+// holds the old checkpoint or the new one, whole. And calls that fail, are interrupted, or are too
+// many. Ranks are forked processes here; this process itself must not use torch before.
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <cstdarg>
 #include <filesystem>
+#include <set>
 
+#include "checkpoint/checkpoint_files.h"
+#include "checkpoint/directory_lock.h"
+#include "support/folder.h"
 #include "support/full_run.h"
 #include "support/zero_support.h"
 
@@ -21,8 +28,25 @@ namespace {
 // Calls that this process may still make; it dies at the one after.
 std::atomic<int> calls_left{-1};
 
-void count_call() {
+// What goes on in the calls of this process.
+struct Calls {
+  std::atomic<bool> interrupted{false};  // every other call, by a signal
+  std::atomic<bool> next_is_interrupted{true};
+  std::atomic<bool> no_directory_sync{false};  // once the index has its name
+  std::atomic<bool> index_has_its_name{false};
+  std::atomic<int> opened_shards{0};
+  std::atomic<int64_t> bytes_read{0};
+  std::set<ino_t> synced_directories;
+} calls;
+
+// Says whether a signal comes first.
+bool count_call() {
   if (calls_left >= 0 && calls_left-- == 0) ::kill(::getpid(), SIGKILL);
+  if (!calls.interrupted || !calls.next_is_interrupted.exchange(!calls.next_is_interrupted)) {
+    return false;
+  }
+  errno = EINTR;
+  return true;
 }
 
 template <class Function>
@@ -34,24 +58,49 @@ Function* next(const char* name) {
 
 // The library finds these before the C library's.
 extern "C" {
+int open(const char* path, int flags, ...) {
+  if (calls.interrupted && count_call()) return -1;
+  if (std::string_view(path).ends_with(".safetensors")) ++calls.opened_shards;
+  std::va_list arguments;
+  va_start(arguments, flags);
+  const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  return next<int(const char*, int, mode_t)>("open")(path, flags, mode);
+}
+ssize_t pread(int fd, void* data, size_t size, off_t offset) {
+  const auto count = next<ssize_t(int, void*, size_t, off_t)>("pread")(fd, data, size, offset);
+  if (count > 0) calls.bytes_read += count;
+  return count;
+}
 int fallocate(int fd, int mode, off_t offset, off_t size) {
-  count_call();
+  if (count_call()) return -1;
   return next<int(int, int, off_t, off_t)>("fallocate")(fd, mode, offset, size);
 }
 ssize_t pwrite(int fd, const void* data, size_t size, off_t offset) {
-  count_call();
+  if (count_call()) return -1;
   return next<ssize_t(int, const void*, size_t, off_t)>("pwrite")(fd, data, size, offset);
 }
 int fsync(int fd) {
-  count_call();
+  if (count_call()) return -1;
+  struct stat status{};
+  if (::fstat(fd, &status) == 0 && S_ISDIR(status.st_mode)) {
+    if (calls.no_directory_sync && calls.index_has_its_name) {
+      errno = EIO;
+      return -1;
+    }
+    calls.synced_directories.insert(status.st_ino);
+  }
   return next<int(int)>("fsync")(fd);
 }
 int rename(const char* from, const char* to) noexcept {
-  count_call();
-  return next<int(const char*, const char*)>("rename")(from, to);
+  // No signal interrupts these two.
+  if (!calls.interrupted) count_call();
+  const int result = next<int(const char*, const char*)>("rename")(from, to);
+  if (std::string_view(to).ends_with("index.json")) calls.index_has_its_name = true;
+  return result;
 }
 int unlink(const char* path) noexcept {
-  count_call();
+  if (!calls.interrupted) count_call();
   return next<int(const char*)>("unlink")(path);
 }
 }
@@ -87,9 +136,9 @@ int status_of(pid_t pid) {
 }
 
 // One optimizer and what it had when it saved `generation` times.
-class Run {
+class Trained {
  public:
-  explicit Run(const ProcessGroupPtr& group)
+  explicit Trained(const ProcessGroupPtr& group)
       : params_{torch::ones({20, 5}).requires_grad_(), torch::ones({33}).requires_grad_()},
         zero_(params_, torch::optim::AdamWOptions(0.01),
               ZeroOptions().process_group(group).sharding(Sharding::kElement)) {}
@@ -126,13 +175,12 @@ ProcessGroupPtr alone() { return join_group(c10::make_intrusive<c10d::HashStore>
 // Which checkpoint the directory holds; it loads, and is what a run without an accident had.
 void check(const std::string& directory, const std::vector<int>& allowed) {
   const auto pid = fork_process([&] {
-    Checkpoint checkpoint(directory);
-    checkpoint.verify();
-    Run run(alone());
+    Checkpoint(directory).verify();
+    Trained run(alone());
     const auto extra = run.zero().load_checkpoint(directory);
     const auto generation = static_cast<int>(extra["generation"].toInt());
     EXPECT_NE(std::find(allowed.begin(), allowed.end(), generation), allowed.end()) << generation;
-    Run expected(alone());
+    Trained expected(alone());
     expected.step_to(generation);
     test::expect_equal(*run.zero().consolidate_state_dict(),
                        *expected.zero().consolidate_state_dict());
@@ -156,8 +204,8 @@ bool crash_at(int victim, int at, bool asynchronous) {
   std::vector<pid_t> ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
     ranks.push_back(fork_process([&, rank] {
-      Run run(join_group(c10::make_intrusive<c10d::FileStore>(folder + "/store", kRanks), rank,
-                         kRanks));
+      Trained run(join_group(c10::make_intrusive<c10d::FileStore>(folder + "/store", kRanks), rank,
+                             kRanks));
       run.step_to(1);
       run.save(directory, false);
       run.step_to(2);
@@ -193,19 +241,176 @@ class CheckpointCrash : public ::testing::TestWithParam<std::tuple<int, bool>> {
 
 TEST_P(CheckpointCrash, LeavesAWholeCheckpoint) {
   const auto [victim, asynchronous] = GetParam();
+  // Every call in a full run, else each so many, from one that the seed chooses.
+  const int step = test::full_run() ? 1 : 7;
+  const int first = test::full_run() ? 0 : static_cast<int>(test::seed() % step);
+  int at = first, killed = 0;
+  for (; crash_at(victim, at, asynchronous) && !HasFailure(); at += step) ++killed;
   // Room, data, header, three syncs or more, renames; rank 0 writes and cleans up too.
-  const int known = victim == 0 ? 12 : 7;
-  for (int at : test::sample(known, 2)) {
-    EXPECT_TRUE(crash_at(victim, at, asynchronous)) << "call " << at;
-  }
-  if (!test::full_run()) return;
-  int at = known;
-  while (crash_at(victim, at, asynchronous) && !HasFailure()) ++at;
-  std::printf("rank %d was killed at %d calls\n", victim, at);
+  EXPECT_GE(at, victim == 0 ? 12 : 7);
+  std::printf("rank %d was killed at %d calls\n", victim, killed);
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryCall, CheckpointCrash,
                          ::testing::Combine(::testing::Values(0, 1), ::testing::Bool()));
+
+// Runs `body` in a process of its own, which may use torch and break calls.
+void in_a_process(const std::function<void()>& body) {
+  EXPECT_EQ(status_of(fork_process(body)), 0);
+}
+
+TEST(CheckpointCalls, ADirectoryThatCannotBeSyncedIsAnErrorAndNothingIsRemoved) {
+  const test::Folder folder;
+  const auto directory = folder / "c";
+  in_a_process([&] {
+    Trained run(alone());
+    run.step_to(1);
+    run.save(directory, false);
+    const auto before = test::names_in(directory);
+    run.step_to(2);
+    calls.index_has_its_name = false;
+    calls.no_directory_sync = true;
+    for (bool asynchronous : {false, true}) {
+      const auto message = test::error_of<c10::Error>([&] {
+        run.save(directory, asynchronous);
+        run.zero().wait_checkpoint();
+      });
+      EXPECT_NE(message.find("cannot sync the directory " + directory), std::string::npos)
+          << message;
+      EXPECT_NE(message.find("(rank 0 of 1)"), std::string::npos) << message;
+      // The next save fails before it has an index.
+    }
+    const auto after = test::names_in(directory);
+    EXPECT_TRUE(std::includes(after.begin(), after.end(), before.begin(), before.end()));
+    calls.no_directory_sync = false;
+  });
+  check(directory, {2});
+}
+
+TEST(CheckpointCalls, SignalsInterruptNothing) {
+  const test::Folder folder;
+  in_a_process([&] {
+    Trained run(alone());
+    run.step_to(2);
+    calls.interrupted = true;
+    run.save(folder / "c", false);
+    Checkpoint(folder / "c").verify();
+    calls.interrupted = false;
+  });
+  check(folder / "c", {2});
+}
+
+TEST(CheckpointCalls, ParentsOfANewDirectoryAreSynced) {
+  const test::Folder folder;
+  in_a_process([&] {
+    Trained run(alone());
+    run.step_to(1);
+    run.save(folder / "a/b/c/", false);
+    for (const auto* parent : {"", "a", "a/b", "a/b/c"}) {
+      struct stat status{};
+      ASSERT_EQ(::stat((folder / parent).c_str(), &status), 0);
+      EXPECT_EQ(calls.synced_directories.count(status.st_ino), 1u) << parent;
+    }
+  });
+}
+
+TEST(CheckpointCalls, AWriterThatDiedDoesNotBlockTheNext) {
+  const test::Folder folder;
+  const auto directory = folder / "c";
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  fs::create_directories(directory);
+  const auto other = fork_process([&] {
+    const detail::DirectoryLock lock(directory);
+    [[maybe_unused]] const auto written = ::write(ready[1], "x", 1);
+    ::pause();
+  });
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  in_a_process([&] {
+    Trained run(alone());
+    const auto message = test::error_of<c10::Error>([&] { run.save(directory, false); });
+    EXPECT_NE(message.find(c10::str("got process ", other, " on ")), std::string::npos) << message;
+  });
+  ::kill(other, SIGKILL);
+  status_of(other);
+  EXPECT_TRUE(fs::exists(fs::path(directory) / detail::kLockName));
+  in_a_process([&] {
+    Trained run(alone());
+    run.step_to(2);
+    run.save(directory, false);
+  });
+  check(directory, {2});
+}
+
+// The checkpoint of a world of so many ranks, with one parameter.
+void simulate_ranks(const std::string& directory, int world_size, int64_t elements) {
+  CheckpointIndex head;
+  head.id = detail::new_id();
+  head.world_size = world_size;
+  head.sharding = Sharding::kElement;
+  head.parameters.push_back({.name = std::nullopt,
+                             .shape = std::vector<int64_t>{world_size * elements},
+                             .dtype = at::kFloat});
+  const torch::optim::AdamWOptions options(0.01);
+  head.param_groups.push_back({local_optimizer(options).read_options(options), {0}});
+  fs::create_directories(directory);
+  for (int rank = 0; rank < world_size; ++rank) {
+    detail::ShardContent content;
+    for (const auto* key : {"exp_avg", "exp_avg_sq"}) {
+      CheckpointTensor whole;
+      whole.shape = {world_size * elements};
+      content.parts.push_back({state_name(0, key),
+                               whole,
+                               {rank * elements, (rank + 1) * elements},
+                               torch::full({elements}, double(rank))});
+    }
+    if (rank == 0) {
+      content.parts.push_back({"state.0.step", {}, {0, 1}, torch::ones({})});
+      content.state[0] = {"step", "exp_avg", "exp_avg_sq"};
+    }
+    detail::ShardWriter writer(directory, content, head, rank);
+    for (size_t i = 0; i < content.parts.size(); ++i) writer.write(i, content.parts[i].tensor);
+    writer.commit();
+  }
+  detail::commit_index(directory, head);
+}
+
+TEST(CheckpointCalls, DoNotGrowWithTheRanksThatSaved) {
+  constexpr int kSavers = 512;
+  constexpr int64_t kElements = 4096;
+  const test::Folder folder;
+  const auto directory = folder / "c";
+  in_a_process([&] {
+    simulate_ranks(directory, kSavers, kElements);
+    const auto index_bytes = static_cast<int64_t>(fs::file_size(directory + "/index.json"));
+    calls.opened_shards = 0;
+    Checkpoint checkpoint(directory);
+    EXPECT_EQ(calls.opened_shards, 0);
+    const auto part = checkpoint.read("state.0.exp_avg", {7 * kElements, 8 * kElements});
+    EXPECT_TRUE(at::equal(part, torch::full({kElements}, 7.0)));
+    EXPECT_EQ(calls.opened_shards, 1);
+    // A rank of 16 reads a sixteenth. Here it is alone, and has as much.
+    for (int rank = 0; rank < kSavers / 16; ++rank) {
+      checkpoint.read("state.0.exp_avg", {rank * kElements, (rank + 1) * kElements});
+    }
+    EXPECT_LE(calls.opened_shards, kSavers / 16 + 1);
+    std::printf("an index of %d ranks has %ld bytes\n", kSavers, long(index_bytes));
+    Trained run(alone());
+    run.step_to(1);
+    calls.opened_shards = 0;
+    calls.bytes_read = 0;
+    run.save(directory, false);
+    EXPECT_LE(calls.opened_shards, 1);
+    EXPECT_LT(calls.bytes_read, index_bytes / 10);
+    // All of them, without as many open files.
+    checkpoint.verify();
+    checkpoint.state_dict();
+    int open_files = 0;
+    for ([[maybe_unused]] const auto& entry : fs::directory_iterator("/proc/self/fd")) ++open_files;
+    EXPECT_LT(open_files, 200);
+  });
+}
 
 }  // namespace
 }  // namespace shardstep

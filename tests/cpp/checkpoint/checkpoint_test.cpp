@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "support/folder.h"
 #include "support/zero_support.h"
 
 namespace shardstep {
@@ -17,30 +18,15 @@ namespace {
 namespace fs = std::filesystem;
 using test::error_of;
 using test::expect_equal;
+using test::Folder;
 using test::make_params;
+using test::names_in;
 using test::one_group;
 using test::optimizers;
 using test::plain_state_dict;
 using test::run_ranks;
 using test::train;
 using torch::optim::AdamWOptions;
-
-// A folder of its own for a test.
-class Folder {
- public:
-  Folder() {
-    static std::atomic<int> count{0};
-    path_ = fs::temp_directory_path() / c10::str("shardstep_checkpoint_", ::getpid(), "_", count++);
-    fs::create_directories(path_);
-  }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  fs::path path_;
-};
 
 ZeroOptions options(const ProcessGroupPtr& group, Sharding sharding = Sharding::kElement) {
   return ZeroOptions().process_group(group).sharding(sharding);
@@ -49,15 +35,6 @@ ZeroOptions options(const ProcessGroupPtr& group, Sharding sharding = Sharding::
 std::string shard(const std::string& directory, int rank) {
   const Checkpoint checkpoint(directory);
   return (fs::path(directory) / checkpoint.index().files.at(rank).name).string();
-}
-
-std::vector<std::string> names_in(const std::string& directory) {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(directory)) {
-    names.push_back(entry.path().filename());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
 }
 
 void set_values(std::vector<at::Tensor>& params, const std::vector<at::Tensor>& values) {
@@ -382,6 +359,14 @@ TEST(Checkpoint, AWriterNeedsNoRanks) {
   EXPECT_EQ(sum.strides(), tensor.strides());
   EXPECT_EQ(dict.state.at(0)["count"].toInt(), 4);
   EXPECT_EQ(dict.param_groups[0].options["lr"].toDouble(), 0.25);
+  for (int64_t negative : {-1, -4000}) {
+    auto wrong = index;
+    wrong.param_groups[0].params = {negative};
+    error_of<c10::ValueError>([&] { CheckpointWriter(folder / "c", wrong); });
+    wrong = index;
+    wrong.state[negative] = {};
+    error_of<c10::ValueError>([&] { CheckpointWriter(folder / "c", wrong); });
+  }
 }
 
 }  // namespace

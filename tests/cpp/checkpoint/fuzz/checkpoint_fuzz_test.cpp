@@ -1,4 +1,5 @@
-// Damaged checkpoints, by the thousand: each is refused with an error of ours, or reads as before.
+// Damaged checkpoints, by the thousand in a full run: each is refused with an error of ours, or
+// reads as before.
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
