@@ -39,7 +39,9 @@ void write(const std::string& directory, const Saved& saved) {
   if (saved.with_module) declare("module." + saved.name, saved.param_dtype, shape);
   CheckpointWriter writer(directory, index);
   for (const auto& [name, tensor] : index.tensors) {
-    writer.write(name, torch::full(tensor.shape, 1.0009765625, tensor.dtype));
+    // More digits than bfloat16 has, but for the step counter.
+    const double value = name.ends_with(".step") ? 1 : 1.0009765625;
+    writer.write(name, torch::full(tensor.shape, value, tensor.dtype));
   }
   writer.commit();
 }
