@@ -292,11 +292,11 @@ class ZeroRedundancyOptimizer(
         except Exception as error:
             self.engine.fail_step(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._announced = False
         self.engine.after_step()
         if self._arrivals is not None:
             self._arrivals.expect_all(self.engine)
-        if self._module is not None and self._broadcast_buffers:
-            broadcast(self._module.buffers(), self.process_group)
         return loss
 
     def _local_step(
@@ -335,7 +335,6 @@ class ZeroRedundancyOptimizer(
                 return loss
 
             loss = self.optim.step(closure=with_gradients, **kwargs)
-        self._announced = False
         self._pull_options()
         return loss  # type: ignore[no-any-return]
 
@@ -346,6 +345,9 @@ class ZeroRedundancyOptimizer(
             self.engine.lend_gradients(self._has_inputs)
         self._take_back_aliases()
         self.engine.before_step()
+        # Here every rank is, or none: later one might have failed.
+        if first and self._module is not None and self._broadcast_buffers:
+            broadcast(self._module.buffers(), self.process_group)
 
     # -- Join --------------------------------------------------------------------------------------
 

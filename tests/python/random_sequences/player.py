@@ -344,6 +344,8 @@ class Player:
             return False
         if self._may_not_forget():
             return False
+        # With gradients left over, a rank that joins at once would keep the others waiting for it.
+        self.play(programs.ZeroGrad(True))
         self.absent = None
         counts = operation.counts[: self.world_size]
         for number in range(max(counts)):
