@@ -6,7 +6,7 @@
 namespace shardstep {
 namespace {
 
-namespace optim = torch::optim;
+namespace torch_optim = torch::optim;
 
 // Sets or replaces a value.
 NamedValues with(NamedValues values, const std::string& key, c10::IValue value) {
@@ -50,19 +50,19 @@ TEST(LocalOptimizer, OptionsHavePythonsKeysInPythonsOrder) {
                "differentiable",
                "fused",
                "decoupled_weight_decay"};
-  EXPECT_EQ(keys(local_optimizer(optim::AdamOptions())), adam);
-  EXPECT_EQ(keys(local_optimizer(optim::AdamWOptions())), adam);
-  EXPECT_EQ(keys(local_optimizer(optim::SGDOptions(1))),
+  EXPECT_EQ(keys(local_optimizer(torch_optim::AdamOptions())), adam);
+  EXPECT_EQ(keys(local_optimizer(torch_optim::AdamWOptions())), adam);
+  EXPECT_EQ(keys(local_optimizer(torch_optim::SGDOptions(1))),
             (Keys{"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach",
                   "differentiable", "fused"}));
-  EXPECT_EQ(local_optimizer(optim::RMSpropOptions()).name, "RMSprop");
+  EXPECT_EQ(local_optimizer(torch_optim::RMSpropOptions()).name, "RMSprop");
 }
 
 TEST(LocalOptimizer, WriteOptionsTakesAllOrNothing) {
-  auto local = local_optimizer(optim::AdamWOptions(0.5));
-  optim::AdamWOptions target(7.0);
+  auto local = local_optimizer(torch_optim::AdamWOptions(0.5));
+  torch_optim::AdamWOptions target(7.0);
   auto good = local.read_options(*local.defaults);
-  auto reset = [&] { target = optim::AdamWOptions(7.0); };
+  auto reset = [&] { target = torch_optim::AdamWOptions(7.0); };
 
   for (const auto& values :
        {good, with(good, "lr", at::scalar_tensor(0.5)), with(good, "foreach", true),
@@ -72,7 +72,7 @@ TEST(LocalOptimizer, WriteOptionsTakesAllOrNothing) {
         with(good, "betas", c10::List<double>({0.9, 0.999}))}) {
     reset();
     local.write_options(values, target);
-    EXPECT_EQ(target, optim::AdamWOptions(0.5));
+    EXPECT_EQ(target, torch_optim::AdamWOptions(0.5));
   }
   const std::vector<std::pair<std::string, NamedValues>> bad = {
       {"lr", without(good, "lr")},
@@ -92,14 +92,14 @@ TEST(LocalOptimizer, WriteOptionsTakesAllOrNothing) {
     reset();
     auto message = value_error([&] { local.write_options(values, target); });
     EXPECT_NE(message.find("'" + key + "'"), std::string::npos) << message;
-    EXPECT_EQ(target, optim::AdamWOptions(7.0)) << key;
+    EXPECT_EQ(target, torch_optim::AdamWOptions(7.0)) << key;
   }
-  optim::SGDOptions other(1.0);
+  torch_optim::SGDOptions other(1.0);
   EXPECT_THROW(local.write_options(good, other), c10::TypeError);
 }
 
 TEST(LocalOptimizer, StateGoesBothWaysWithoutACopy) {
-  auto local = local_optimizer(optim::AdamOptions());
+  auto local = local_optimizer(torch_optim::AdamOptions());
   NamedValues values;
   values.insert("step", 3);
   values.insert("exp_avg", at::ones({2}));
@@ -107,7 +107,7 @@ TEST(LocalOptimizer, StateGoesBothWaysWithoutACopy) {
   for (const c10::IValue& step :
        {c10::IValue(3), c10::IValue(3.0), c10::IValue(at::scalar_tensor(3.0, at::kFloat))}) {
     auto state = local.write_state(with(values, "step", step));
-    EXPECT_EQ(static_cast<optim::AdamParamState&>(*state).step(), 3);
+    EXPECT_EQ(static_cast<torch_optim::AdamParamState&>(*state).step(), 3);
     auto read = local.read_state(*state);
     EXPECT_EQ(read.keys(), (std::vector<std::string>{"step", "exp_avg", "exp_avg_sq"}));
     EXPECT_TRUE(read["exp_avg"].toTensor().is_same(values["exp_avg"].toTensor()));
@@ -121,34 +121,36 @@ TEST(LocalOptimizer, StateGoesBothWaysWithoutACopy) {
         with(values, "sum", at::ones({2}))}) {
     value_error([&] { local.write_state(bad); });
   }
-  EXPECT_TRUE(local_optimizer(optim::SGDOptions(1)).read_state(optim::SGDParamState()).is_empty());
+  EXPECT_TRUE(local_optimizer(torch_optim::SGDOptions(1))
+                  .read_state(torch_optim::SGDParamState())
+                  .is_empty());
 }
 
 TEST(LocalOptimizer, MakeKeepsAGroupsOptionsEvenWhereTheyEqualTheClasssDefaults) {
-  auto local = local_optimizer(optim::AdamOptions(0.5).weight_decay(0.1));
-  std::vector<optim::OptimizerParamGroup> groups;
+  auto local = local_optimizer(torch_optim::AdamOptions(0.5).weight_decay(0.1));
+  std::vector<torch_optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<at::Tensor>{at::ones({1}, at::requires_grad())});
   groups.emplace_back(std::vector<at::Tensor>{at::ones({1}, at::requires_grad())},
-                      std::make_unique<optim::AdamOptions>(1e-3));
+                      std::make_unique<torch_optim::AdamOptions>(1e-3));
   auto optimizer = local.make(groups);
-  auto options = [&](int i) -> optim::AdamOptions& {
-    return static_cast<optim::AdamOptions&>(optimizer->param_groups()[i].options());
+  auto options = [&](int i) -> torch_optim::AdamOptions& {
+    return static_cast<torch_optim::AdamOptions&>(optimizer->param_groups()[i].options());
   };
-  EXPECT_EQ(options(0), optim::AdamOptions(0.5).weight_decay(0.1));
-  EXPECT_EQ(options(1), optim::AdamOptions(1e-3));
+  EXPECT_EQ(options(0), torch_optim::AdamOptions(0.5).weight_decay(0.1));
+  EXPECT_EQ(options(1), torch_optim::AdamOptions(1e-3));
   auto* address = &options(1);
   local.assign_options(*local.defaults, options(1));
   EXPECT_EQ(&options(1), address);
-  EXPECT_EQ(options(1), optim::AdamOptions(0.5).weight_decay(0.1));
+  EXPECT_EQ(options(1), torch_optim::AdamOptions(0.5).weight_decay(0.1));
 }
 
 TEST(LocalOptimizer, LBFGSIsRefusedWithAReason) {
-  auto message = value_error([] { local_optimizer(optim::LBFGSOptions()); });
+  auto message = value_error([] { local_optimizer(torch_optim::LBFGSOptions()); });
   EXPECT_NE(message.find("LBFGS cannot be sharded"), std::string::npos) << message;
 }
 
 // An optimizer of a user's own: SGD by the gradient's sign, with a count and an average.
-struct SignOptions : optim::OptimizerCloneableOptions<SignOptions> {
+struct SignOptions : torch_optim::OptimizerCloneableOptions<SignOptions> {
   explicit SignOptions(double lr = 0.1) : lr_(lr) {}
   TORCH_ARG(double, lr);
   TORCH_ARG(bool, average) = true;
@@ -169,7 +171,7 @@ struct SignOptions : optim::OptimizerCloneableOptions<SignOptions> {
   }
 };
 
-struct SignState : optim::OptimizerCloneableParamState<SignState> {
+struct SignState : torch_optim::OptimizerCloneableParamState<SignState> {
   TORCH_ARG(int64_t, count) = 0;
   TORCH_ARG(at::Tensor, average);
   TORCH_ARG(at::Tensor, unused);
@@ -187,16 +189,16 @@ struct SignState : optim::OptimizerCloneableParamState<SignState> {
   }
 };
 
-struct Sign : optim::Optimizer {
-  Sign(const std::vector<optim::OptimizerParamGroup>& groups, SignOptions defaults)
+struct Sign : torch_optim::Optimizer {
+  Sign(const std::vector<torch_optim::OptimizerParamGroup>& groups, SignOptions defaults)
       : Optimizer(groups, std::make_unique<SignOptions>(defaults)) {}
   at::Tensor step(LossClosure) override { return {}; }
 };
 
-struct SilentOptions : optim::OptimizerCloneableOptions<SilentOptions> {};
-struct SilentState : optim::OptimizerCloneableParamState<SilentState> {};
-struct Silent : optim::Optimizer {
-  Silent(const std::vector<optim::OptimizerParamGroup>& groups, SilentOptions defaults)
+struct SilentOptions : torch_optim::OptimizerCloneableOptions<SilentOptions> {};
+struct SilentState : torch_optim::OptimizerCloneableParamState<SilentState> {};
+struct Silent : torch_optim::Optimizer {
+  Silent(const std::vector<torch_optim::OptimizerParamGroup>& groups, SilentOptions defaults)
       : Optimizer(groups, std::make_unique<SilentOptions>(defaults)) {}
   at::Tensor step(LossClosure) override { return {}; }
 };
@@ -229,7 +231,7 @@ TEST(LocalOptimizer, CustomGoesThroughItsOwnSerialize) {
   state.average(at::empty({0}));
   EXPECT_EQ(local.read_state(state)["average"].toTensor().numel(), 0);
 
-  std::vector<optim::OptimizerParamGroup> groups;
+  std::vector<torch_optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<at::Tensor>{at::ones({1}, at::requires_grad())});
   EXPECT_EQ(local.make(groups)->param_groups()[0].options().get_lr(), 0.3);
 }
