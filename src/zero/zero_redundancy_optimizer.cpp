@@ -193,14 +193,12 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
         detail::who(process_group()));
     return {};
   }
-  // A closure's forward announces itself, and joined ranks must shadow it before this step.
   if (!closure) Join::notify_join_context(*this);
   adopt_new_groups(nullptr);
   consolidated_.reset();
   may_have_state_ = true;
   push_options();
   const auto loss = update_own(closure);
-  if (closure) Join::notify_join_context(*this);
   pull_options();
   engine_->after_step();
   return loss;
@@ -212,8 +210,10 @@ at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
       engine_->before_step();
       return optim_->step();
     }
-    return optim_->step([&] {
+    return optim_->step([&, announced = false]() mutable {
       auto loss = closure();
+      // A closure's forward announces itself, and joined ranks shadow it before this step.
+      if (!std::exchange(announced, true)) Join::notify_join_context(*this);
       engine_->before_step();
       return loss;
     });
