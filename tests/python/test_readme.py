@@ -29,7 +29,7 @@ def programs(mark: str, language: str) -> list[tuple[str, str, str]]:
         rf"^<!-- test: {mark} -->\n" + BLOCK.format(language), README, re.M | re.S
     ):
         rest = re.split(r"^(?:<!-- test:|## )", README[match.end() :], maxsplit=1, flags=re.M)[0]
-        session = re.search(BLOCK.format(""), rest, re.M | re.S)
+        session = re.search(r"^```\n(\$ .*?)^```$", rest, re.M | re.S)
         found.append((match[1], match[2], session[1] if session else ""))
     return found
 

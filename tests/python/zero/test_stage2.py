@@ -381,11 +381,12 @@ def overlaps_forward(exchange):
         lr=1.0,
     )
     traveller(torch.ones(500)).sum().backward()
-    old = traveller.weight.detach().clone()
+    weight = traveller.weight  # asked of the module later, it would be waited for
+    old = weight.detach().clone()
     zero.step()
     if exchange == "shared_memory":
         others = -1 if dist.get_rank() == 0 else 0  # an element of the other rank's
-        assert torch.equal(traveller.weight.flatten()[others], old.flatten()[others])
+        assert torch.equal(weight.flatten()[others], old.flatten()[others])
     traveller(torch.ones(500))
     assert not (traveller.weight == old).any()
 
