@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up what they need in .venv and build/, and no more than that.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-build bench-peers format check-format install clean setup build
+.PHONY: help demo test bench bench-build bench-peers test-clients torch-matrix prove format check-format check-types install clean setup build
 
 JOBS ?= $(shell nproc)
 RANKS ?= 2
@@ -9,13 +9,17 @@ PREFIX ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 PEERS_ARGS ?=
+MATRIX_ARGS ?=
+CLIENTS_ARGS ?=
+PROVE_ARGS ?=
 
 ifdef SANITIZE
-BUILD := build-sanitize
-CMAKE_FLAGS := -DSHARDSTEP_SANITIZE=ON -DSHARDSTEP_BUILD_EXAMPLES=OFF \
+SANITIZER := $(if $(filter thread,$(SANITIZE)),thread,address)
+BUILD := build-sanitize-$(SANITIZER)
+CMAKE_FLAGS := -DSHARDSTEP_SANITIZE=$(SANITIZER) -DSHARDSTEP_BUILD_EXAMPLES=OFF \
   -DSHARDSTEP_BUILD_BENCHMARKS=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
   -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1 -DNDEBUG"
-TEST_FLAGS := --cpp-only
+TEST_FLAGS := --cpp-only --sanitizer $(SANITIZER)
 TEST_INSTALL :=
 else
 BUILD := build
@@ -23,6 +27,9 @@ TEST_INSTALL := install
 endif
 ifdef FULL
 export SHARDSTEP_FULL := 1
+endif
+ifdef DEVICE
+TEST_FLAGS := --device $(DEVICE)
 endif
 
 BIN := .venv/bin
@@ -36,12 +43,12 @@ CPP_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.h' '*.hpp')
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: $(foreach part,build python test format,.venv/$(part).stamp)  ## Install what any target needs
+setup: $(foreach part,build python test format types,.venv/$(part).stamp)  ## Install what any target needs
 
 .venv/%.stamp: requirements/%.txt tools/setup.sh
 	@tools/setup.sh $*
 	@touch $@
-.venv/python.stamp .venv/test.stamp .venv/format.stamp: .venv/build.stamp
+.venv/python.stamp .venv/test.stamp .venv/format.stamp .venv/types.stamp: .venv/build.stamp
 
 # $(1): flags for CMake. It reruns itself when its files change.
 define configure
@@ -71,7 +78,8 @@ ifneq ($(filter -h --help,$(DEMO_ARGS)),)
 	@$(TRAIN_GPT) --help
 else
 	@mkdir -p $(DEMO)
-	@OMP_NUM_THREADS=1 torchrun --standalone --no-python --nproc-per-node $(RANKS) -- \
+	@OMP_NUM_THREADS=1 PYTHONWARNINGS="ignore:Failed to initialize NumPy" \
+	  torchrun --standalone --no-python --nproc-per-node $(RANKS) -- \
 	  $(TRAIN_GPT) --log $(DEMO)/loss.csv --memory $(DEMO)/memory.csv $(DEMO_ARGS)
 	@$(BIN)/python examples/plot_run.py $(DEMO)/loss.csv $(DEMO)/memory.csv $(DEMO)/run.png
 	@printf '\nNext, stop a run with Ctrl-C and resume it on 4 ranks:\n%s\n%s\n' \
@@ -81,7 +89,7 @@ else
 	  '  make install && .venv/bin/torchrun --standalone --nproc-per-node 2 -- examples/train_gpt.py'
 endif
 
-test: build  ## Run the tests; FULL=1: the long ones too; SANITIZE=1: C++ under ASAN and UBSAN
+test: build $(if $(FULL),.venv/types.stamp)  ## Run the tests; FULL=1: the long ones too; SANITIZE=1: C++ under ASAN and UBSAN; SANITIZE=thread: under TSAN; DEVICE=sim: Python's on a simulated device
 	@$(if $(FULL),$(if $(SANITIZE),,$(NINJA) $(BENCHMARKS)))
 	@$(if $(TEST_INSTALL),$(MAKE) --no-print-directory $(TEST_INSTALL) PREFIX=)
 	@$(BIN)/python tools/run_tests.py --build $(BUILD) --jobs $(JOBS) $(TEST_FLAGS)
@@ -94,6 +102,8 @@ bench: install .venv/test.stamp  ## Print the tables of docs/performance.md
 	@$(BIN)/python benchmarks/ddp.py --build $(BUILD)
 	@$(BIN)/python benchmarks/python_zero.py
 	@$(BIN)/python benchmarks/checkpoint.py
+	@$(BIN)/python benchmarks/masters.py
+	@$(BIN)/python benchmarks/muon.py
 
 bench-build:  ## Time demo, test and rebuilding from a clean clone (BENCH_ARGS="--help")
 	@python3 benchmarks/build_time.py $(BENCH_ARGS)
@@ -101,16 +111,34 @@ bench-build:  ## Time demo, test and rebuilding from a clean clone (BENCH_ARGS="
 bench-peers: install .venv/test.stamp  ## Time ours beside DDP, torch's ZeRO, FSDP2, DeepSpeed (PEERS_ARGS="--help")
 	@$(BIN)/python benchmarks/peers $(PEERS_ARGS)
 
+test-clients: install .venv/test.stamp  ## Train with trainers from PyPI, and write docs/clients.md (CLIENTS_ARGS="-k lightning")
+	@tools/setup_clients.sh; status=$$?; if [[ $$status -eq 3 ]]; then \
+	  echo "skipped: PyPI cannot be reached, and the trainers come from there"; \
+	elif [[ $$status -eq 0 ]]; then \
+	  OMP_NUM_THREADS=1 $(if $(CLIENTS_ARGS),,SHARDSTEP_CLIENTS_TABLE=docs/clients.md) \
+	  .venv-clients/bin/python -m pytest -q -p no:cacheprovider tests/clients $(CLIENTS_ARGS); \
+	else exit $$status; fi
+
+torch-matrix:  ## Build and test with each supported torch, 6 GB each (MATRIX_ARGS="--help")
+	@python3 tools/torch_matrix.py $(MATRIX_ARGS)
+
+prove:  ## Check the models in proofs/ with spin (PROVE_ARGS="--help")
+	@tools/setup.sh prove
+	@python3 proofs/prove.py $(PROVE_ARGS)
+
 format: .venv/format.stamp  ## Format the C++ and Python sources
 	@$(BIN)/clang-format -i $(CPP_FILES)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-check-format: .venv/python.stamp .venv/format.stamp  ## Fail if a source is not formatted or a type is wrong
+check-format: .venv/format.stamp  ## Fail if a source is not formatted
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
+
+check-types: install .venv/test.stamp .venv/types.stamp  ## Fail if a type is wrong, or the stubs differ from the module
 	@$(BIN)/mypy --no-error-summary
+	@SHARDSTEP_FULL=1 $(BIN)/python -m pytest -q tests/python/test_stubs.py
 
 # The wheel is packed from what is in build/: scikit-build-core finds it configured and built.
 # Without its note it never drops the CMake cache, which it would after a change of Python.

@@ -1,12 +1,12 @@
 """Saving the optimizer's state, side by side: ours, torch's ZeRO, torch.distributed.checkpoint.
 
-20 x Linear(2000), 80 million parameters, Adam: 640 MB of state. Processes on Gloo, one thread a
-rank; every round each contestant saves once into a folder of its own. Ours and
+20 x Linear(2000), 80 million parameters, Adam: 640 MB of state. Processes on Gloo, one thread per
+rank; in every round each contestant saves once into its own folder. Ours and
 torch.distributed.checkpoint sync their files to the disk, torch.save does not. Columns:
 
-  blocked   milliseconds until training could go on, on the slowest rank
+  blocked   milliseconds until training could continue, on the slowest rank
   total     milliseconds until the checkpoint is complete, on the slowest rank
-  x torch   torch's ZeRO's to it
+  x torch   the blocked time of torch's ZeRO divided by this one's
   extra     MB by which the resident set grew meanwhile, at its peak: rank 0 / the largest other
   files     MB on the disk
 

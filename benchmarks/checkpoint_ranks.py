@@ -1,7 +1,8 @@
-"""What it costs a rank that the old checkpoint was saved by many: 1 to 512 simulated ranks.
+"""How costs per rank grow with the number of ranks that saved the old checkpoint: 1 to 512,
+simulated.
 
-Each of them left a shard with the state of one parameter of its own and a part of one that all
-share. One process then saves over that checkpoint, and one loads a part of it. Columns:
+Each of them left a shard with the state of its own parameter and a part of one that all share. One
+process then saves over that checkpoint, and one loads a part of it. Columns:
 
   index     kB of index.json
   save      milliseconds that save_checkpoint blocks, asynchronous, onto that directory

@@ -2,8 +2,8 @@
 
 The model is 20 x Linear(2000), Adam, batch 20, one thread per rank, on Gloo. Python and C++ take
 turns in every round; the table shows each contestant's median over the rounds and its ratio to
-C++ DDP followed by step() by parameter, by the clock and by what it costs the processors (all ranks
-together), which a busy machine blurs less.
+C++ DDP followed by step() by parameter, in wall-clock time and in processor time (all ranks
+together), which other load distorts less.
 """
 
 import argparse

@@ -37,7 +37,7 @@ double over_ranks(const ProcessGroupPtr& group, double value, c10d::ReduceOp op)
   return all[0].item<double>();
 }
 
-// What all threads of this process have computed, in milliseconds.
+// The processor time of all threads of this process, in milliseconds.
 double processor_time() {
   timespec time{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
@@ -48,7 +48,7 @@ double processor_time() {
 // rank's time, and what an iteration costs the processors, all ranks together.
 void time_iterations(const std::string& name, const ProcessGroupPtr& group, int64_t iterations,
                      const std::function<void()>& iteration) {
-  for (int i = 0; i < 3; ++i) iteration();  // buckets are rebuilt and state is made
+  for (int i = 0; i < 3; ++i) iteration();  // buckets are rebuilt and state is created
   std::vector<double> times;
   double processors = 0;
   for (int64_t i = 0; i < iterations; ++i) {
@@ -72,7 +72,7 @@ using Ddp = DistributedDataParallel<torch::nn::Sequential>;
 using HookMaker = CommHook (*)(CommHook, DistributedDataParallelBase&, ZeroRedundancyOptimizer&,
                                bool);
 
-// How gradients and parameters travel.
+// How gradients and parameters are sent.
 enum class Way {
   kAllReduce,  // gradients to every rank, as DDP does by itself
   kToOwners,   // gradients to their owners

@@ -80,7 +80,7 @@ std::vector<at::Tensor> layer_parameters(const Arguments& arguments) {
   return params;
 }
 
-// The same elements as a bucket holds them: 1-D views of one flat storage, one a parameter.
+// The same elements as a bucket holds them: 1-D views of one flat storage, one per parameter.
 std::vector<at::Tensor> slices(const std::vector<at::Tensor>& like, const at::Tensor& flat,
                                const at::Tensor& flat_grad) {
   std::vector<at::Tensor> result;

@@ -1,16 +1,16 @@
 """One training iteration in Python, side by side: plain DDP, torch's ZeRO, and ours in stage 1.
 
-Every contestant meets torch's ZeRO in a duel. Both live in processes of their own, forked from one
-that has torch loaded, on Gloo, one thread per rank, and take turns: an iteration of the one, then
-one of the other, so that what else the machine does hits both. Columns:
+Every contestant is compared with torch's ZeRO. Both run in their own processes, forked from one
+that has torch loaded, on Gloo, one thread per rank, and alternate iterations, so that other load
+affects both. Columns:
 
   iteration    milliseconds of zero_grad, forward, backward and step, on the slowest rank
-  x torch      torch's ZeRO's iteration to this one's: the median of each turn's ratio
-  step         milliseconds of step() alone, on the slowest rank, and torch's to it
-  CPU          milliseconds of processor time of an iteration, all ranks and their threads
-  PSS          peak proportional set size of a rank, looked at after each iteration
-  sent         MB that a rank's TCP sockets sent in an iteration, gradients included
-  consolidate  milliseconds of consolidate_state_dict(to=0), once, and torch's to it
+  x torch      the iteration of torch's ZeRO divided by this one's: the median of the turns' ratios
+  step         milliseconds of step() alone, on the slowest rank, and torch's divided by it
+  CPU          milliseconds of processor time per iteration, all ranks and their threads
+  PSS          peak proportional set size of a rank, read after each iteration
+  sent         MB that a rank's TCP sockets sent per iteration, gradients included
+  consolidate  milliseconds of consolidate_state_dict(to=0), once, and torch's divided by it
   extra        MB by which the resident set of the other ranks grew meanwhile, at its peak
 
 Medians over the turns; PSS is the largest. MB are 10^6 bytes.

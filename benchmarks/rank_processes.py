@@ -1,4 +1,4 @@
-"""The ranks of a contestant: processes on Gloo, one thread each, that do what they are told."""
+"""The ranks of a contestant: processes on Gloo, one thread each, that run given functions."""
 
 import datetime
 import multiprocessing

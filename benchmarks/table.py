@@ -1,4 +1,4 @@
-"""How the Python benchmarks show what they measured."""
+"""How the Python benchmarks print their results."""
 
 from collections.abc import Callable
 

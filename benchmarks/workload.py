@@ -1,4 +1,4 @@
-"""What the Python benchmarks train, and what they read of a rank's process."""
+"""What the Python benchmarks train, and what they measure of a rank's process."""
 
 import gc
 import os
@@ -15,10 +15,11 @@ def make_model(name: str, rank: int = 0, layers: int = 20):
     import torch
 
     torch.manual_seed(0)
-    if name == "linear":
-        model = torch.nn.Sequential(*(torch.nn.Linear(2000, 2000) for _ in range(layers)))
+    if name in ("linear", "tiny"):
+        width = 2000 if name == "linear" else 64
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
         torch.manual_seed(1 + rank)
-        inputs, targets = torch.randn(2, 20, 2000)
+        inputs, targets = torch.randn(2, 20, width)
         return model, lambda forward: (forward(inputs) - targets).square().mean()
     sys.path.insert(0, str(ROOT / "examples"))
     from train_gpt import Gpt

@@ -1,4 +1,4 @@
-# find_package(shardstep) for others: library, headers, exported target, version. A wheel holds the
+# For find_package(shardstep): library, headers, exported target, version. A wheel contains the
 # component shardstep without its link.
 
 include(GNUInstallDirs)
@@ -16,6 +16,7 @@ configure_package_config_file(cmake/shardstepConfig.cmake.in shardstepConfig.cma
 # Before 1.0, a new minor version may change the API.
 write_basic_package_version_file(shardstepConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES
+  cmake/ShardstepTorch.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/shardstepConfig.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/shardstepConfigVersion.cmake
   DESTINATION ${package_dir} COMPONENT shardstep)

@@ -1,30 +1,53 @@
-# Sets SHARDSTEP_NCCL_SOURCE: the NCCL backend where this libtorch and the machine have what it
-# needs to compile, else the file that refuses it.
+# Sets SHARDSTEP_NCCL_SOURCE: the NCCL backend where this libtorch has one and the headers that c10d
+# includes for it are found, in the nvidia wheels that come with torch or in a CUDA toolkit; else
+# the file that refuses it. Says which in one line.
 
 set(SHARDSTEP_NCCL_SOURCE process_group_no_nccl.cpp)
-set(SHARDSTEP_HAS_NCCL OFF)
-if(TARGET torch_cuda)
-  find_path(SHARDSTEP_NCCL_INCLUDE_DIR nccl.h
-    HINTS ENV NCCL_INCLUDE_DIR ${CUDA_TOOLKIT_ROOT_DIR}/include
-          ${TORCH_INSTALL_PREFIX}/../nvidia/nccl/include)
-  # A libtorch with CUDA may still have been built without NCCL: ask its symbols.
-  find_library(SHARDSTEP_TORCH_CUDA_LIBRARY torch_cuda PATHS ${TORCH_INSTALL_PREFIX}/lib)
-  execute_process(COMMAND grep -q ProcessGroupNCCL ${SHARDSTEP_TORCH_CUDA_LIBRARY}
-    RESULT_VARIABLE without_nccl)
+set(SHARDSTEP_NCCL_INCLUDE_DIRS)
+set(torch_cuda ${SHARDSTEP_TORCH_PREFIX}/lib/libtorch_cuda.so)
+
+function(shardstep_find_nccl_headers missing)
+  file(GLOB wheels ${SHARDSTEP_TORCH_PREFIX}/../nvidia/*/include)
+  foreach(header nccl.h cuda_runtime_api.h crt/host_defines.h cublas_v2.h cublasLt.h cusparse.h
+                 cusolverDn.h)
+    string(MAKE_C_IDENTIFIER SHARDSTEP_DIR_OF_${header} dir)
+    find_path(${dir} ${header}
+      HINTS ENV NCCL_INCLUDE_DIR ${wheels} PATHS ENV CUDA_HOME /usr/local/cuda
+      PATH_SUFFIXES include)
+    mark_as_advanced(${dir})
+    if(NOT ${dir})
+      set(${missing} ${header} PARENT_SCOPE)
+      return()
+    endif()
+    list(APPEND dirs ${${dir}})
+  endforeach()
+  list(REMOVE_DUPLICATES dirs)
+  set(SHARDSTEP_NCCL_INCLUDE_DIRS ${dirs} PARENT_SCOPE)
+endfunction()
+
+if(NOT EXISTS ${torch_cuda})
+  message(STATUS "shardstep: without NCCL (this libtorch has no CUDA)")
+else()
+  # libtorch may have CUDA and no NCCL: ask its symbols.
+  execute_process(COMMAND grep -q ProcessGroupNCCL ${torch_cuda} RESULT_VARIABLE without_nccl)
+  set(missing_header)
+  shardstep_find_nccl_headers(missing_header)
   if(without_nccl)
-    message(STATUS "shardstep: this libtorch has no NCCL, building without it")
-  elseif(SHARDSTEP_NCCL_INCLUDE_DIR)
-    set(SHARDSTEP_NCCL_SOURCE process_group_nccl.cpp)
-    set(SHARDSTEP_HAS_NCCL ON)
+    message(STATUS "shardstep: without NCCL (this libtorch was built without it)")
+  elseif(missing_header)
+    message(STATUS "shardstep: without NCCL (${missing_header} not found; pip install "
+      "nvidia-cuda-crt, or set CUDA_HOME, NCCL_INCLUDE_DIR)")
   else()
-    message(STATUS "shardstep: nccl.h not found, building without NCCL (set NCCL_INCLUDE_DIR)")
+    message(STATUS "shardstep: with NCCL")
+    set(SHARDSTEP_NCCL_SOURCE process_group_nccl.cpp)
   endif()
 endif()
 
 function(shardstep_use_nccl target)
-  if(SHARDSTEP_HAS_NCCL)
-    target_include_directories(${target} SYSTEM PRIVATE ${SHARDSTEP_NCCL_INCLUDE_DIR})
+  if(SHARDSTEP_NCCL_SOURCE STREQUAL process_group_nccl.cpp)
+    target_include_directories(${target} SYSTEM PRIVATE ${SHARDSTEP_NCCL_INCLUDE_DIRS})
     target_compile_definitions(${target} PRIVATE USE_C10D_NCCL)
-    target_link_libraries(${target} PRIVATE torch_cuda)
+    target_link_libraries(${target} PRIVATE
+      ${torch_cuda} ${SHARDSTEP_TORCH_PREFIX}/lib/libc10_cuda.so)
   endif()
 endfunction()

@@ -1,14 +1,14 @@
-# The Python module, where this Python is the one that torch was built for.
+# The Python module, if this Python is the one that torch was built for.
 
 find_library(SHARDSTEP_TORCH_PYTHON_LIBRARY torch_python
-  PATHS ${TORCH_INSTALL_PREFIX}/lib NO_DEFAULT_PATH)
+  PATHS ${SHARDSTEP_TORCH_PREFIX}/lib NO_DEFAULT_PATH)
 set(missing)
 if(NOT Python_Development.Module_FOUND)
   set(missing "Python's development files")
 elseif(NOT SHARDSTEP_TORCH_PYTHON_LIBRARY)
-  set(missing "libtorch_python in ${TORCH_INSTALL_PREFIX}/lib")
-elseif(NOT EXISTS ${TORCH_INSTALL_PREFIX}/_C.${Python_SOABI}.so)
-  set(missing "a torch for ${Python_SOABI} in ${TORCH_INSTALL_PREFIX}")
+  set(missing "libtorch_python in ${SHARDSTEP_TORCH_PREFIX}/lib")
+elseif(NOT EXISTS ${SHARDSTEP_TORCH_PREFIX}/_C.${Python_SOABI}.so)
+  set(missing "a torch for ${Python_SOABI} in ${SHARDSTEP_TORCH_PREFIX}")
 endif()
 
 set(can_build_python ${PROJECT_IS_TOP_LEVEL})

@@ -15,8 +15,13 @@ function(shardstep_unit target unit folder)
   set_source_files_properties(${sources} PROPERTIES HEADER_FILE_ONLY ON)
 endfunction()
 
-# The sources of one folder of src/.
+# The sources of one folder of src/. Only comm/ loops over elements itself; the rest calls ATen, and
+# compiles a third faster with -O1.
 function(shardstep_layer name)
   list(TRANSFORM ARGN PREPEND ${name}/)
   shardstep_unit(shardstep ${name} ${PROJECT_SOURCE_DIR}/src ${ARGN})
+  if(NOT name STREQUAL comm)
+    set_source_files_properties(${CMAKE_CURRENT_BINARY_DIR}/units/shardstep_${name}.cpp PROPERTIES
+      COMPILE_OPTIONS "$<$<CONFIG:Release>:-O1>")
+  endif()
 endfunction()

@@ -1,5 +1,5 @@
-# zlib, which only src/ includes, for its CRC-32. Every Linux has the library; where the headers were
-# only unpacked, the link beside them leads nowhere, and the library's own name finds it.
+# zlib, which only src/ includes, for its CRC-32. Every Linux has the library; where only the headers
+# were unpacked, the link beside them is broken, so the library is found by its own name.
 
 find_path(SHARDSTEP_ZLIB_INCLUDE_DIR zlib.h)
 find_library(SHARDSTEP_ZLIB_LIBRARY NAMES libz.so libz.so.1)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws a run of train_gpt: its losses, and the memory per rank beside a replicated optimizer's.
+"""Plots a run of train_gpt: its losses, and the memory per rank beside a replicated optimizer's.
 
   examples/plot_run.py loss.csv memory.csv run.png    from what --log and --memory wrote
 

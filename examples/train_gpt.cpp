@@ -1,5 +1,6 @@
 // Trains a small character-level transformer on the ranks that torchrun, mpirun or srun started;
-// started alone, it trains in one process. Each rank keeps only its share of the optimizer state.
+// started alone, it trains in one process. Each rank keeps only its share of the optimizer state
+// and, in stage 2, of the gradients.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <shardstep/shardstep.h>
@@ -34,7 +35,7 @@ void average(at::Tensor& tensor, c10d::ProcessGroup& group) {
   tensor.div_(group.getSize());
 }
 
-// Every rank's gradients become their mean over the ranks. Collective.
+// Stage 1: averages the gradients over the ranks. Collective.
 void average_gradients(const torch::nn::Module& model, c10d::ProcessGroup& group) {
   std::vector<at::Tensor> gradients;
   for (const auto& parameter : model.parameters()) gradients.push_back(parameter.grad());
@@ -65,8 +66,9 @@ void print_header(const gpt::Gpt& model, const gpt::Text& text, const Options& o
   int64_t elements = 0;
   for (const auto& parameter : model->parameters()) elements += parameter.numel();
   std::cout << elements << " parameters, " << text.tokens().numel() << " characters of text, "
-            << options.optimizer << " sharded by " << options.sharding << " over " << ranks
-            << (ranks == 1 ? " rank" : " ranks") << std::endl;
+            << options.optimizer << ", stage " << options.stage << ", sharded by "
+            << options.sharding << " over " << ranks << (ranks == 1 ? " rank" : " ranks")
+            << std::endl;
 }
 
 void print_sample(gpt::Gpt& model, const gpt::Text& text, const Options& options) {
@@ -76,11 +78,20 @@ void print_sample(gpt::Gpt& model, const gpt::Text& text, const Options& options
 }
 
 void print_pictures(const std::vector<double>& losses, int64_t first,
-                    const std::vector<gpt::Memory>& memory, const gpt::Memory& replicated) {
+                    const std::vector<gpt::NamedMemory>& memory) {
   std::cout << "\n"
             << gpt::loss_curve(losses, first) << "\n"
-            << gpt::memory_bars(memory, replicated) << "\n"
-            << gpt::memory_table(memory, replicated);
+            << gpt::memory_bars(memory) << "\n"
+            << gpt::memory_table(memory);
+}
+
+// What this rank holds after a step.
+gpt::Memory memory_of(const gpt::Gpt& model, const shardstep::ZeroRedundancyOptimizer& optimizer,
+                      const Options& options) {
+  const auto stats = optimizer.stats();
+  const auto parameters = gpt::parameter_bytes(*model);
+  const bool divided = options.stage == 2 && optimizer.world_size() > 1;
+  return {stats.state_bytes, parameters, divided ? stats.gradient_bytes : parameters};
 }
 
 void check_world(const Options& options, int world_size) {
@@ -94,7 +105,7 @@ bool has_checkpoint(const std::string& directory) {
   return !directory.empty() && std::filesystem::exists(directory + "/index.json");
 }
 
-// Written while training goes on.
+// Written in the background.
 void save(shardstep::ZeroRedundancyOptimizer& optimizer, const gpt::Gpt& model,
           const std::string& directory, int64_t step) {
   shardstep::NamedValues extra;
@@ -104,7 +115,7 @@ void save(shardstep::ZeroRedundancyOptimizer& optimizer, const gpt::Gpt& model,
       shardstep::CheckpointOptions().module(model.ptr()).extra(extra).asynchronous(true));
 }
 
-// Returns how many steps were made before.
+// Returns how many steps earlier runs made.
 int64_t resume(shardstep::ZeroRedundancyOptimizer& optimizer, const gpt::Gpt& model,
                const std::string& directory) {
   const auto extra =
@@ -122,9 +133,11 @@ void train(const Options& options, const gpt::Text& text) {
                                  .width = options.width,
                                  .heads = options.heads,
                                  .context = options.context});
-  shardstep::ZeroRedundancyOptimizer optimizer(
-      model->parameters(), local_optimizer(options),
-      shardstep::ZeroOptions().process_group(group).sharding(sharding(options)));
+  shardstep::ZeroRedundancyOptimizer optimizer(model->parameters(), local_optimizer(options),
+                                               shardstep::ZeroOptions()
+                                                   .process_group(group)
+                                                   .stage(static_cast<int>(options.stage))
+                                                   .sharding(sharding(options)));
   gpt::WarmUpAndDecay schedule(optimizer, options.steps);
   gpt::BatchSampler batches(text, options.context, options.batch, options.seed, group->getRank(),
                             group->getSize());
@@ -136,7 +149,7 @@ void train(const Options& options, const gpt::Text& text) {
     for (int64_t step = 0; step < done; ++step) batches.next();
   }
 
-  std::optional<gpt::Progress> progress;  // rank 0 speaks for all
+  std::optional<gpt::Progress> progress;  // on rank 0 only
   if (group->getRank() == 0) {
     print_header(model, text, options, group->getSize());
     if (done > 0) std::cout << "resuming after step " << done << std::endl;
@@ -151,10 +164,10 @@ void train(const Options& options, const gpt::Text& text) {
     auto scores = model->forward(input);
     auto loss = at::cross_entropy_loss(scores.flatten(0, 1), target.flatten());
     loss.backward();
-    average_gradients(*model, *group);
+    if (options.stage == 1) average_gradients(*model, *group);
     optimizer.step();
 
-    // The interrupt travels with the loss, so that all ranks stop after the same step.
+    // The interrupt is sent along with the loss, so that all ranks stop after the same step.
     auto status = torch::tensor({loss.item<double>(), interrupted ? 1.0 : 0.0}, torch::kFloat64);
     average(status, *group);
     if (progress) progress->update(step, status[0].item<double>());
@@ -163,7 +176,7 @@ void train(const Options& options, const gpt::Text& text) {
     if (due && !options.checkpoint.empty()) save(optimizer, model, options.checkpoint, step);
   }
   optimizer.wait_checkpoint();
-  const auto memory = gpt::gather_memory(*model, optimizer.local_state_bytes(), *group);
+  auto memory = gpt::gather_memory(memory_of(model, optimizer, options), *group);
   if (!progress) return;
   progress->finish();
   if (stopped) {
@@ -171,9 +184,12 @@ void train(const Options& options, const gpt::Text& text) {
   } else {
     print_sample(model, text, options);
   }
-  const auto replicated = gpt::replicated_memory(*model, options.optimizer);
-  print_pictures(progress->losses(), done + 1, memory, replicated);
-  if (!options.memory.empty()) gpt::write_memory(options.memory, memory, replicated);
+  for (auto& way : gpt::other_ways(memory[0].memory.parameters, options.optimizer,
+                                   static_cast<int>(options.stage), group->getSize())) {
+    memory.push_back(std::move(way));
+  }
+  print_pictures(progress->losses(), done + 1, memory);
+  if (!options.memory.empty()) gpt::write_memory(options.memory, memory);
 }
 
 int run(int argc, char** argv) {

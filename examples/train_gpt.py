@@ -49,7 +49,7 @@ class Block(nn.Module):
         self.widen = nn.Linear(width, 4 * width, bias=False)
         self.narrow = nn.Linear(4 * width, width, bias=False)
 
-        # What is added to the residual stream starts smaller the more blocks add to it.
+        # The more blocks add to the residual stream, the smaller their weights start.
         residual = 0.02 / math.sqrt(2 * layers)
         nn.init.normal_(self.query_key_value.weight, 0, 0.02)
         nn.init.normal_(self.mix.weight, 0, residual)
@@ -69,18 +69,29 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
+    """The embedding of a position includes the few characters before it, so that one block learns
+    what would otherwise take two."""
+
+    BEFORE = 7
+
     def __init__(self, vocabulary_size: int, layers: int, width: int, heads: int, context: int):
         super().__init__()
         self.context = context
         self.token = nn.Embedding(vocabulary_size, width)
+        self.before = nn.Embedding(self.BEFORE * vocabulary_size, width)
         self.position = nn.Embedding(context, width)
         nn.init.normal_(self.token.weight, 0, 0.02)
+        nn.init.normal_(self.before.weight, 0, 0.02)
         nn.init.normal_(self.position.weight, 0, 0.02)
         self.blocks = nn.Sequential(*(Block(layers, width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        length = tokens.shape[1]
+        x = self.token(tokens) + self.position.weight[:length]
+        for distance in range(1, min(self.BEFORE, length - 1) + 1):
+            before = tokens[:, :-distance] + (distance - 1) * self.token.num_embeddings
+            x[:, distance:] += self.before(before)
         return F.linear(self.norm(self.blocks(x)), self.token.weight)
 
     @torch.no_grad()
@@ -94,7 +105,7 @@ class Gpt(nn.Module):
 
 
 class Text:
-    """A text as numbers: its bytes in order are the vocabulary."""
+    """A text as numbers: its distinct bytes, sorted, are the vocabulary."""
 
     def __init__(self, content: bytes):
         self.vocabulary = bytes(sorted(set(content)))
@@ -117,16 +128,18 @@ def batches(text: Text, context: int, batch: int, seed: int, rank: int, world_si
         yield sequences[:, :-1], sequences[:, 1:]
 
 
-def make_optimizer(options: argparse.Namespace, parameters) -> torch.optim.Optimizer:
+def make_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     optimizer_class, defaults = OPTIMIZERS[options.optimizer]
     if options.lr is not None:
         defaults = defaults | {"lr": options.lr}
     if options.sharding == "none":
-        return optimizer_class(parameters, **defaults)
+        return optimizer_class(model.parameters(), **defaults)
     from shardstep import ZeroRedundancyOptimizer
 
+    if options.stage == 2:
+        defaults = defaults | {"stage": 2, "module": model}
     return ZeroRedundancyOptimizer(
-        parameters, optimizer_class, sharding=options.sharding, **defaults
+        model.parameters(), optimizer_class, sharding=options.sharding, **defaults
     )
 
 
@@ -140,7 +153,7 @@ def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int, done: int):
 
 
 class Progress:
-    """A bar on a terminal, else a plain line now and then; and the losses, in a CSV file too."""
+    """A bar on a terminal, otherwise an occasional line; also writes the losses to a CSV file."""
 
     def __init__(self, steps: int, tokens_per_step: int, log: str | None, done: int):
         self.steps, self.tokens_per_step, self.done = steps, tokens_per_step, done
@@ -200,11 +213,13 @@ def gather_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     """What each rank holds, in bytes. Collective."""
     parameters = list(model.parameters())
     local = getattr(optimizer, "optim", optimizer)
+    # In stage 2 `.grad` stands for the whole gradient, of which this rank holds its part.
+    sharded = optimizer.stats()["gradient_bytes"] if local is not optimizer else 0
     mine = torch.tensor(
         [
             nbytes(value for state in local.state.values() for value in state.values()),
             nbytes(parameters),
-            nbytes(parameter.grad for parameter in parameters),
+            sharded or nbytes(parameter.grad for parameter in parameters),
             peak_memory(),
         ]
     )
@@ -219,7 +234,8 @@ def gather_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def replicated_memory(rank: dict[str, int], optimizer: str) -> dict[str, int]:
     """What a rank would hold if it kept the whole state, computed from the sizes."""
     copies = 2 if optimizer in ("adam", "adamw") else 1
-    return rank | {"optimizer state": copies * rank["parameters"], "process peak": 0}
+    whole = rank["parameters"]
+    return rank | {"optimizer state": copies * whole, "gradients": whole, "process peak": 0}
 
 
 def print_memory(memory: dict[str, dict[str, int]]) -> None:
@@ -250,19 +266,21 @@ def train(options: argparse.Namespace, text: Text) -> None:
 
     torch.manual_seed(options.seed)
     model = Gpt(len(text.vocabulary), options.layers, options.width, options.heads, options.context)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = make_optimizer(options, model.parameters())
+    ddp: torch.nn.Module = model  # in stage 2 the optimizer averages the gradients
+    if options.stage == 1:
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = make_optimizer(options, model)
     source = batches(text, options.context, options.batch, options.seed, rank, world_size)
     done = 0
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # the schedule's, also when a checkpoint has another lr
+        group["initial_lr"] = group["lr"]  # the schedule's, even if a checkpoint has another lr
     if options.checkpoint and Path(options.checkpoint, "index.json").exists():
         done = optimizer.load_checkpoint(options.checkpoint, module=model)["step"]
         for _ in range(done):
             next(source)
     schedule = warm_up_and_decay(optimizer, options.steps, done)
 
-    progress = None  # rank 0 speaks for all
+    progress = None  # on rank 0 only
     if rank == 0:
         elements = sum(parameter.numel() for parameter in model.parameters())
         print(f"{elements} parameters, {len(text.tokens)} characters of text, ", end="")
@@ -280,14 +298,14 @@ def train(options: argparse.Namespace, text: Text) -> None:
         optimizer.step()
         schedule.step()
 
-        # The interrupt travels with the loss, so that all ranks stop after the same step.
+        # The interrupt is sent along with the loss, so that all ranks stop after the same step.
         status = torch.tensor([loss.item(), len(interrupts)], dtype=torch.float64)
         dist.all_reduce(status)
         if progress:
             progress.update(status[0].item() / world_size)
         stopped = status[1].item() > 0
         due = step % options.every == 0 or step == options.steps or stopped
-        if options.checkpoint and due:  # written while training goes on
+        if options.checkpoint and due:  # written in the background
             optimizer.save_checkpoint(
                 options.checkpoint, module=model, extra={"step": step}, asynchronous=True
             )
@@ -349,7 +367,7 @@ def writable(word: str) -> str:
 
 
 def parse_options() -> tuple[argparse.Namespace, Text]:
-    """Mistakes on the command line are found before the ranks meet."""
+    """Finds mistakes on the command line before the ranks connect."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -363,10 +381,10 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
 
     count("--layers", 1, "transformer blocks")
     count("--width", 128, "features per position, a multiple of --heads")
-    count("--heads", 16, "attention heads per block")
+    count("--heads", 4, "attention heads per block")
     count("--context", 64, "characters that the model sees at once")
     count("--batch", 16, "sequences per step, over all ranks")
-    count("--steps", 2000, "optimizer steps")
+    count("--steps", 1600, "optimizer steps")
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="local optimizer (default adamw)")
     add("--lr", type=positive, metavar="X", help="learning rate (default: suits the optimizer)")
@@ -379,6 +397,8 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         default="element",
         help="how the ranks divide the optimizer state; none: not at all (default element)",
     )
+    stages = "1: divide the optimizer state, under DDP; 2: divide the gradients too (default 1)"
+    add("--stage", type=int, choices=(1, 2), default=1, help=stages)
     add("--log", type=writable, metavar="FILE", help="write step,loss to this CSV file")
     add("--memory", type=writable, metavar="FILE", help="write each rank's memory to this CSV file")
     add("--checkpoint", metavar="DIR", help="save to this directory, and resume from what is there")
@@ -390,6 +410,8 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         parser.error(
             f"--width: expected a multiple of --heads {options.heads}, got '{options.width}'"
         )
+    if options.stage == 2 and options.sharding == "none":
+        parser.error("--stage 2: expected a sharded optimizer, got '--sharding none'")
     if options.checkpoint and options.sharding == "none":
         parser.error("--checkpoint: expected a sharded optimizer, got '--sharding none'")
     world_size = int(os.environ.get("WORLD_SIZE", 1))

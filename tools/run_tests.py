@@ -1,8 +1,11 @@
 """Runs the C++, package and Python tests; ends with one line: N passed, N failed, N skipped.
 
 Each C++ binary runs in one process (loading libtorch takes 2 s), long ones in several shards. What
-fails is printed; everything else goes into the JUnit reports in the build folder. A short run takes
-a part of the long matrices, chosen by a seed; SHARDSTEP_FULL=1 (`make test FULL=1`) takes all.
+fails is printed; everything else goes into the JUnit reports in the build folder, and into logs
+beside them, which grow during the run. A short run takes a part of the long matrices, chosen by a
+seed; SHARDSTEP_FULL=1 (`make test FULL=1`) takes all. The Python tests that run on ranks also run
+on a simulated device (tests/sim_device): some of them in a short run, all in a full one, and with
+--device=sim (`make test DEVICE=sim`) they alone.
 """
 
 import argparse
@@ -22,9 +25,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FULL = os.environ.get("SHARDSTEP_FULL", "") not in ("", "0")
 
-# Into how many processes the binaries that take long are divided, the longest first.
+# Into how many processes the slow binaries are divided, the slowest first.
 SHARDS = {"zero_test": 4, "checkpoint_crash_test": 2, "checkpoint_test": 2, "ddp_test": 2}
-TIME_LIMIT = 3600 if FULL else 900  # seconds per process; each wait inside has a limit of its own
+# Tests whose ranks are processes tell the thread sanitizer nothing, and forked ones confuse it.
+FORKS = {"checkpoint_crash_test", "zero_death_test", "launch_test"}
+# What the sanitizers are told at run time; the rest stands in cmake/ShardstepSanitize.cmake.
+SANITIZERS = {
+    "address": {},
+    "thread": {
+        "TSAN_OPTIONS": f"suppressions={ROOT}/tests/thread_sanitizer.txt:halt_on_error=0:"
+        "exitcode=66:detect_deadlocks=0:report_signal_unsafe=0:history_size=4"
+    },
+}
+TIME_LIMIT = 7200 if FULL else 900  # seconds per process; each wait inside has its own limit
 
 
 @dataclasses.dataclass
@@ -38,27 +51,29 @@ class Job:
     code: int = 0
     output: str = ""
     seconds: float = 0.0
-    _process: subprocess.Popen[str] | None = None
+    _process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> "Job":
         self.report.unlink(missing_ok=True)
         began = time.monotonic()
-        self._process = subprocess.Popen(
-            self.command,
-            cwd=ROOT,
-            env={**os.environ, **self.variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # what it starts is killed with it
-        )
+        log = self.report.with_suffix(".log")
+        with open(log, "w") as output:
+            self._process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env={**os.environ, **self.variables},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # what it starts is killed with it
+            )
+        too_long = ""
         try:
-            self.output, _ = self._process.communicate(timeout=TIME_LIMIT)
+            self._process.wait(timeout=TIME_LIMIT)
         except subprocess.TimeoutExpired:
             self.kill()
-            self.output, _ = self._process.communicate()
-            self.output += f"\n{self.name} did not end within {TIME_LIMIT} s"
+            self._process.wait()
+            too_long = f"\n{self.name} did not end within {TIME_LIMIT} s"
+        self.output = log.read_text(errors="replace") + too_long
         self.code, self.seconds = self._process.returncode, time.monotonic() - began
         return self
 
@@ -75,7 +90,7 @@ class Results:
         self.slowest: list[tuple[float, str]] = []
 
     def add(self, job: Job) -> None:
-        """Counts what a report says; a job that failed without saying so is one failure."""
+        """Counts the outcomes in a report; a job that failed without reporting is one failure."""
         counts: collections.Counter[str] = collections.Counter()
         if job.report.exists():
             for case in ElementTree.parse(job.report).iter("testcase"):
@@ -91,6 +106,14 @@ class Results:
         print(f"{job.name}: {tally} in {job.seconds:.0f} s{note}", flush=True)
         self.counts += counts
 
+    def conclude(self, slowest: int) -> int:
+        """Prints the last lines; returns the exit status."""
+        for seconds, name in sorted(self.slowest, reverse=True)[:slowest]:
+            print(f"{seconds:7.2f} s  {name}")
+        counts = self.counts
+        print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+        return 1 if counts["failed"] else 0
+
     def _outcome(self, case: ElementTree.Element) -> str:
         name = f"{case.get('classname')}.{case.get('name')}"
         self.slowest.append((float(case.get("time") or 0), name))
@@ -104,9 +127,12 @@ class Results:
         return "skipped"
 
 
-def cpp_jobs(build: Path, reports: Path, only: str | None) -> list[Job]:
+def cpp_jobs(build: Path, reports: Path, arguments: argparse.Namespace) -> list[Job]:
     jobs = []
-    for binary in (build / "tests").glob("*_test"):
+    only = arguments.gtest_filter
+    for binary in (build / "tests").glob(f"{arguments.layer}*_test"):
+        if arguments.sanitizer == "thread" and binary.name in FORKS:
+            continue
         shards = SHARDS.get(binary.name, 1)
         for shard in range(shards):
             name = binary.name if shards == 1 else f"{binary.name}[{shard + 1}/{shards}]"
@@ -116,13 +142,13 @@ def cpp_jobs(build: Path, reports: Path, only: str | None) -> list[Job]:
                 command.append(f"--gtest_filter={only}")
             index = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)}
             jobs.append(Job(name, command, report, index))
-    # A long one that starts last would leave the other processors without work.
+    # A long job that starts last would leave the other processors idle.
     order = [*SHARDS, ""]
     return sorted(jobs, key=lambda job: order.index(next(n for n in order if n in job.name)))
 
 
 def package_job(build: Path, reports: Path) -> Job:
-    """Headers that stand alone, and the installed tree that others link: CMake's own tests."""
+    """CMake's own tests: headers that compile alone, and programs that link the installed tree."""
     report = reports / "package.xml"
     ctest = ["ctest", "--test-dir", str(build), "--output-on-failure", "--output-junit"]
     return Job("package", [*ctest, str(report)], report)
@@ -131,8 +157,23 @@ def package_job(build: Path, reports: Path) -> Job:
 def python_job(reports: Path, jobs: int) -> Job:
     report = reports / "pytest.xml"
     pytest = [sys.executable, "-m", "pytest", "tests/python", f"--junitxml={report}"]
-    # One more than processors: ranks wait for each other a good part of the time.
     return Job("pytest", [*pytest, "-q", "-n", str(jobs + 1), "--dist", "loadgroup"], report)
+
+
+# Tests that run on ranks; the others are the same on every device.
+DEVICE_TESTS = ["zero", "traps"]
+DEVICE_SAMPLE = 24  # in a short run
+
+
+def device_job(reports: Path, jobs: int, device: str, sample: int | None) -> Job:
+    report = reports / f"pytest-{device}.xml"
+    folders = [f"tests/python/{folder}" for folder in DEVICE_TESTS]
+    pytest = [sys.executable, "-m", "pytest", *folders, f"--junitxml={report}", "-q"]
+    if sample is not None:
+        pytest.append(f"--sample={sample}")
+    workers = ["-n", str(jobs + 1 if sample is None else 1), "--dist", "loadgroup"]
+    variables = {"SHARDSTEP_TEST_DEVICE": device}
+    return Job(f"pytest on {device}", [*pytest, *workers], report, variables)
 
 
 def run_all(jobs: list[Job], at_once: int, results: Results) -> None:
@@ -152,32 +193,41 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cpp-only", action="store_true", help="no Python and package tests")
+    parser.add_argument("--device", default="cpu", help="only the Python tests, on this device")
+    parser.add_argument("--layer", default="", help="run only the C++ tests of this layer of src/")
     parser.add_argument("--gtest-filter", help="run only these C++ tests")
+    parser.add_argument("--sanitizer", choices=SANITIZERS, help="what the binaries are built with")
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="list the slowest N")
     arguments = parser.parse_args()
     build = arguments.build.resolve()
     reports = build / "reports"
     reports.mkdir(parents=True, exist_ok=True)
     seed = os.environ.setdefault("SHARDSTEP_SEED", str(random.randrange(1 << 31)))
+    os.environ.update(SANITIZERS.get(arguments.sanitizer, {}))
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTEP_BUILD_DIR=str(build), GTEST_COLOR="no")
     print(f"{'all tests' if FULL else 'a short run'}; SHARDSTEP_SEED={seed} repeats its choices")
+    print(f"to look on: tail -f {os.path.relpath(reports)}/*.log", flush=True)
 
     results = Results()
-    jobs = cpp_jobs(build, reports, arguments.gtest_filter)
+    if arguments.device != "cpu":
+        run_all([device_job(reports, arguments.jobs, arguments.device, None)], 1, results)
+        return results.conclude(arguments.slowest)
+    with_python = not arguments.cpp_only and not arguments.layer
+    jobs = cpp_jobs(build, reports, arguments)
     if not jobs:
-        print(f"expected test binaries in {build}/tests, got none: build them first (make build)")
+        print(f"expected test binaries in {build}/tests, got none; build them first (make build)")
         results.counts["failed"] += 1
-    if not arguments.cpp_only:
-        jobs.insert(1, package_job(build, reports))
-    run_all(jobs, arguments.jobs, results)
-    if not arguments.cpp_only:
-        run_all([python_job(reports, arguments.jobs)], 1, results)
-
-    for seconds, name in sorted(results.slowest, reverse=True)[: arguments.slowest]:
-        print(f"{seconds:7.2f} s  {name}")
-    counts = results.counts
-    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
-    return 1 if counts["failed"] else 0
+    if with_python:
+        jobs = [
+            python_job(reports, arguments.jobs),
+            package_job(build, reports),
+            device_job(reports, arguments.jobs, "sim", None if FULL else DEVICE_SAMPLE),
+            *jobs,
+        ]
+    # More jobs than processors, because ranks often wait for each other; pytest has workers of its
+    # own.
+    run_all(jobs, arguments.jobs + 1 if with_python else 2 * arguments.jobs, results)
+    return results.conclude(arguments.slowest)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prepares this clone for one kind of work: build, python, test or format. make runs it.
+# Prepares this clone for one kind of work: build, python, test, format, types or prove. make runs
+# it.
 # Python packages go into .venv. What the system lacks comes from PyPI if PyPI has it, else from
 # apt, and that is announced first.
 set -euo pipefail
@@ -89,24 +90,32 @@ prepare_python() {
   headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
   [[ -e $headers/Python.h ]] || from_apt python3-dev "the Python module needs Python.h" ||
     die "install Python's development files (Debian: python3-dev) and run make again"
-  say "installing requirements/python.txt into .venv"
-  pip_install -r requirements/python.txt
+  prepare_packages python
 }
 
 prepare_test() {
   headers_from_apt libgtest-dev gtest/gtest.h "the C++ tests use GoogleTest"
   has_program mpirun || from_apt openmpi-bin "a test starts its ranks with mpirun" ||
     say "without mpirun (Debian: openmpi-bin), the test of mpirun is skipped"
-  say "installing requirements/test.txt into .venv"
-  pip_install -r requirements/test.txt
+  prepare_packages test
 }
 
-prepare_format() {
-  say "installing requirements/format.txt into .venv"
-  pip_install -r requirements/format.txt
+prepare_prove() {
+  has_program "${CC:-cc}" || from_apt gcc "spin's checkers are C programs" ||
+    die "install a C compiler (Debian: gcc) and run make again"
+  has_program spin || [[ -x .venv/system/usr/bin/spin ]] ||
+    from_apt spin "it checks the models in proofs/" ||
+    unpack_from_apt spin "it checks the models in proofs/" ||
+    die "install spin (Debian: spin) and run make again"
+}
+
+prepare_packages() {  # part
+  say "installing requirements/$1.txt into .venv"
+  pip_install -r "requirements/$1.txt"
 }
 
 case "${1-}" in
-  build | python | test | format) "prepare_$1" ;;
-  *) die "expected build, python, test or format, got '${1-}'" ;;
+  build | python | test | prove) "prepare_$1" ;;
+  format | types) prepare_packages "$1" ;;
+  *) die "expected build, python, test, format, types or prove, got '${1-}'" ;;
 esac

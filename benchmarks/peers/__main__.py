@@ -1,21 +1,22 @@
 """One training iteration, ours beside its peers: DDP, torch's ZeRO, FSDP2, DeepSpeed.
 
 The model is 20 x Linear(2000) (that of torch's ZeRO tutorial), Adam, batch 20, one thread per rank,
-on Gloo; on one host, and with 1 Gbit/s between two network namespaces, where ours is told to use
-sockets only, since it would notice that the memory is one. Every contestant meets torch's ZeRO with
-fused Adam and whom else a goal names: they take turns of a few iterations, so that what else the
-machine does hits all of them; and again in fresh processes, since where a process happens to lie in
+on Gloo; on one host, and on hosts made of namespaces with links of a given rate; and 100 x
+Linear(64) over sockets. Every contestant alternates with
+torch's ZeRO with fused Adam, and with whatever else a goal names, a few iterations at a time, so
+that other load affects all of them; and again in fresh processes, since a process's placement in
 memory matters too. Columns:
 
   iteration  milliseconds of zero_grad, forward, backward and step, on the slowest rank; a turn ends
              when all that its last step sent has arrived
-  x ...      the iteration of torch's ZeRO with fused Adam to this one's: above 1 is faster;
-             the median of each turn's ratio
+  x ...      the iteration of torch's ZeRO with fused Adam divided by this one's: above 1 is faster;
+             the median of the turns' ratios
   step       milliseconds of step() alone, on the slowest rank
-  CPU        milliseconds of processor time of an iteration, all ranks and their threads
-  PSS        peak proportional set size of a rank, read by a thread during iterations of its own,
-             when no other contestant is there
-  sent       MB that a rank's TCP sockets sent in an iteration
+  CPU        milliseconds of processor time per iteration, all ranks and their threads
+  PSS        peak proportional set size of a rank, read by a thread during separate iterations,
+             when no other contestant is running
+  sent       MB that a rank's TCP sockets sent per iteration
+  link       MB that a host sent over its link per iteration, by the interface's counter
   loss       after the last timed iteration, the ranks' mean: all but compute alone must agree
 
 Medians over turns; PSS is the largest. MB are 10^6 bytes. DeepSpeed is installed into
@@ -35,7 +36,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import deepspeed_environment
 import link
 import report
-from contest import BASE, LINK_ROWS, ROWS, Case, Row, opponents
+from contest import (
+    BASE,
+    LINK_ROWS,
+    ONE_HOST_ROWS,
+    ROWS,
+    TINY_ROWS,
+    Case,
+    Hosts,
+    Row,
+    opponents,
+)
 from table import Table, markdown
 
 from launch import Environment, Place, Ranks, RanksFailed, progress
@@ -52,14 +63,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--ranks", type=int, nargs="*", default=[2, 4], help="on one host (default 2 4)")
-    add("--link", action=argparse.BooleanOptionalAction, default=True, help="the 1 Gbit/s case")
+    cases = ["2x1@1", "2x2@1", "3x2@1", "2x1@10"]
+    add("--hosts", type=Hosts.parse, nargs="*", default=[Hosts.parse(case) for case in cases],
+        help=f"hosts x ranks @ Gbit/s (default {' '.join(cases)})")  # fmt: skip
+    add("--tiny", action=argparse.BooleanOptionalAction, default=True, help="100 x Linear(64)")
     known = ", ".join(ROWS)
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {known}")
     add("--layers", type=int, default=20, help="fewer for a quick look (default 20)")
     add("--matches", type=int, default=2, help="of each contestant (default 2)")
     add("--turns", type=int, default=5, help="of each in a match (default 5)")
     add("--iterations", type=int, default=2, help="in a turn (default 2)")
-    add("--link-turns", type=int, default=2, help="in the 1 Gbit/s case (default 2)")
+    add("--link-turns", type=int, default=2, help="with several hosts (default 2)")
     add("--timeout", type=float, default=300, help="seconds a turn may take (default 300)")
     add("--json", type=Path, metavar="FILE", default=BUILD / "peers.json")
     add("--plot", type=Path, metavar="FILE", default=BUILD / "peers.png")
@@ -83,14 +97,16 @@ class Arena:
 
     def ranks_of(self, row: Row) -> Ranks:
         options = ["--maker", row.maker, "--options", json.dumps(row.options)]
-        options += ["--layers", str(self.case.layers)]
+        options += ["--layers", str(self.case.layers), "--model", self.case.model]
         environment = self.environments[row.deepspeed]
         return Ranks(self.place, environment, options, self.arguments.timeout)
 
     def hold_match(self, row: Row, others: list[Row], record: report.Record) -> None:
         """Adds the turns to the record. Memory is read when the others are gone."""
         iterations = self.arguments.iterations
-        turns = self.arguments.link_turns if self.case.link else self.arguments.turns
+        turns = self.arguments.link_turns if self.case.hosts else self.arguments.turns
+        if self.case.model == "tiny":
+            iterations *= 20
         with self.ranks_of(row) as ranks:
             with contextlib.ExitStack() as stack:
                 field = {one.name: stack.enter_context(self.ranks_of(one)) for one in others}
@@ -111,7 +127,7 @@ def run_case(arena: Arena, record: report.Record) -> None:
     rows = [ROWS[key] for key in arena.case.rows]
     for number, row in enumerate(rows):
         where = f"peers: {arena.case}, {number + 1} of {len(rows)}, {row.name}"
-        others = [other for other in opponents(row, arena.case.link) if other in rows]
+        others = [other for other in opponents(row, arena.case.place) if other in rows]
         try:
             for _ in range(arena.arguments.matches if others else 1):
                 arena.hold_match(row, others, record)
@@ -131,21 +147,26 @@ def run_cases(
     records: dict[Case, report.Record],
 ) -> None:
     """Adds to the records as it goes on."""
-    for ranks in arguments.ranks:
-        case = Case(ranks, False, tuple(keys), arguments.layers)
-        place = Place([[]] * ranks, "lo")
+
+    def chosen(rows: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(key for key in rows if key in keys)
+
+    def run(case: Case, place: Place) -> None:
         records[case] = report.Record()
         run_case(Arena(case, place, environments, arguments), records[case])
-    if not arguments.link:
-        return
-    case = Case(2, True, tuple(key for key in LINK_ROWS if key in keys), arguments.layers)
-    records[case] = report.Record()
-    try:
-        with link.gigabit_link() as prefixes:
-            place = Place(prefixes, link.INTERFACE)
-            run_case(Arena(case, place, environments, arguments), records[case])
-    except link.NotPermitted as error:
-        progress(f"peers: 1 Gbit/s is skipped: {error}")
+
+    if arguments.tiny:
+        run(Case(2, None, chosen(TINY_ROWS), 100, "tiny"), Place([[]] * 2, "lo"))
+    for ranks in arguments.ranks:
+        run(Case(ranks, None, chosen(ONE_HOST_ROWS), arguments.layers), Place([[]] * ranks, "lo"))
+    for hosts in arguments.hosts:
+        try:
+            with link.linked_hosts(hosts.count, hosts.gbit) as made:
+                prefixes = [host.prefix() for host in made for _ in range(hosts.ranks_each)]
+                place = Place(prefixes, link.INTERFACE, lambda: [h.bytes_sent() for h in made])
+                run(Case(len(prefixes), hosts, chosen(LINK_ROWS), arguments.layers), place)
+        except link.NotPermitted as error:
+            progress(f"peers: {hosts} is skipped: {error}")
 
 
 def main() -> None:

@@ -44,6 +44,12 @@ OURS_SHARED_BF16 = Row(
     "zero",
     {**OURS, "exchange": "shared_memory", "gradient_dtype": "bfloat16"},
 )
+# Whatever fits the hosts.
+OURS_BY_ELEMENT = Row("ours, stage 2, by element", "zero", OURS)
+OURS_BY_PARAMETER = Row("ours, stage 2, by parameter", "zero", {**OURS, "sharding": "parameter"})
+OURS_ONE_COPY_PER_HOST = Row(
+    "ours, stage 2, one copy per host", "zero", {**OURS, "share_parameters": True}
+)
 
 BASE = TORCH_ZERO_FUSED
 ROWS = {
@@ -62,9 +68,42 @@ ROWS = {
     "ours-pairwise": OURS_PAIRWISE,
     "ours-overlap": OURS_OVERLAP,
     "ours-bf16": OURS_BF16,
+    "ours-element": OURS_BY_ELEMENT,
+    "ours-parameter": OURS_BY_PARAMETER,
+    "ours-one-copy-per-host": OURS_ONE_COPY_PER_HOST,
 }
-# Ranks in two namespaces of one host could share memory, which no two hosts can: only sockets.
-LINK_ROWS = ("ddp-fused", "zero-fused", "fsdp2", "ours-pairwise", "ours-overlap", "ours-bf16")
+ONE_HOST_ROWS = tuple(
+    key for key, row in ROWS.items() if row not in (OURS_BY_ELEMENT, OURS_ONE_COPY_PER_HOST)
+)
+LINK_ROWS = (
+    *("ddp-fused", "zero-fused", "fsdp2", "ours-element", "ours-parameter"),
+    *("ours-one-copy-per-host", "ours-overlap", "ours-bf16"),
+)
+TINY_ROWS = ("ddp-fused", "zero-fused", "ours-pairwise")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Made of namespaces; written as 2x1@10: two hosts of one rank each, 10 Gbit/s."""
+
+    count: int
+    ranks_each: int
+    gbit: float
+
+    @staticmethod
+    def parse(text: str) -> "Hosts":
+        try:
+            shape, gbit = text.split("@") if "@" in text else (text, "1")
+            count, ranks_each = (int(number) for number in shape.split("x"))
+            hosts = Hosts(count, ranks_each, float(gbit))
+        except ValueError:
+            raise ValueError(f"expected hosts such as 2x1 or 2x2@10, got {text}") from None
+        if hosts.count < 2 or hosts.ranks_each < 1 or hosts.gbit <= 0:
+            raise ValueError(f"expected at least two hosts, a rank on each and a rate, got {text}")
+        return hosts
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.ranks_each}@{self.gbit:g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +111,24 @@ class Case:
     """A table."""
 
     ranks: int
-    link: bool  # each rank in a network namespace of its own, 1 Gbit/s between them
+    hosts: Hosts | None  # None: one host
     rows: tuple[str, ...]
     layers: int
+    model: str = "linear"
+
+    @property
+    def place(self) -> str:
+        if self.model == "tiny":
+            return "tiny"
+        return str(self.hosts) if self.hosts else "one host"
 
     def __str__(self) -> str:
-        where = "1 Gbit/s between them" if self.link else "one host"
-        return f"{self.ranks} ranks, {where}"
+        if self.model == "tiny":
+            return f"{self.ranks} ranks, one host, 100 x Linear(64)"
+        if self.hosts is None:
+            return f"{self.ranks} ranks, one host"
+        each = f"{self.hosts.ranks_each} rank{'s' if self.hosts.ranks_each > 1 else ''}"
+        return f"{self.hosts.count} hosts of {each}, {self.hosts.gbit:g} Gbit/s"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,28 +138,35 @@ class Goal:
     what: str
     row: Row
     base: Row
-    link: bool
+    place: str = "one host"
     times: float | None = None
     memory: float | None = None
-    ranks: tuple[int, ...] = (2, 4)
+    ranks: tuple[int, ...] | None = None  # None: any
 
 
 GOALS = (
-    Goal("stage 2, same host", OURS_SHARED, TORCH_ZERO_FUSED, False, times=2.0),
-    Goal("stage 2, same host", OURS_SHARED, DDP_FUSED, False, times=1.6),
-    Goal("stage 2, sockets", OURS_PAIRWISE, TORCH_ZERO_FUSED, False, times=1.3),
-    Goal("stage 2, 1 Gbit/s", OURS_PAIRWISE, TORCH_ZERO_FUSED, True, times=1.9),
-    Goal("stage 2, 1 Gbit/s", OURS_PAIRWISE, DDP_FUSED, True, times=1.0),
-    Goal("stage 1", OURS_STAGE_1, TORCH_ZERO_FUSED, False, times=1.0, ranks=(2,)),
-    Goal("stage 1", OURS_STAGE_1, TORCH_ZERO_FUSED, False, times=1.2, ranks=(4,)),
-    Goal("stage 2, same host", OURS_SHARED, DDP_FUSED, False, memory=0.55, ranks=(2,)),
-    Goal("stage 2, sockets", OURS_PAIRWISE, DDP_FUSED, False, memory=0.55, ranks=(2,)),
-    Goal("shared parameters", OURS_ONE_COPY, DDP_FUSED, False, memory=0.45, ranks=(2,)),
+    Goal("stage 2, same host", OURS_SHARED, TORCH_ZERO_FUSED, times=2.0),
+    Goal("stage 2, same host", OURS_SHARED, DDP_FUSED, times=1.6),
+    Goal("stage 2, sockets", OURS_PAIRWISE, TORCH_ZERO_FUSED, times=1.3),
+    Goal("100 x Linear(64), sockets", OURS_PAIRWISE, DDP_FUSED, "tiny", times=1.0),
+    Goal("stage 2, by element", OURS_BY_ELEMENT, DDP_FUSED, "2x1@1", times=1.05),
+    Goal("stage 2, by parameter", OURS_BY_PARAMETER, DDP_FUSED, "2x1@1", times=1.05),
+    Goal("stage 2, by element", OURS_BY_ELEMENT, DDP_FUSED, "2x1@10", times=1.2),
+    Goal("stage 2, by element", OURS_BY_ELEMENT, DDP_FUSED, "2x2@1", times=1.5),
+    Goal("stage 2, by element", OURS_BY_ELEMENT, TORCH_ZERO_FUSED, "2x2@1", times=3.1),
+    Goal("stage 2, by parameter", OURS_BY_PARAMETER, DDP_FUSED, "2x2@1", times=1.5),
+    Goal("stage 2, by parameter", OURS_BY_PARAMETER, TORCH_ZERO_FUSED, "2x2@1", times=3.1),
+    Goal("stage 2, by element", OURS_BY_ELEMENT, DDP_FUSED, "3x2@1", times=1.5),
+    Goal("stage 1", OURS_STAGE_1, TORCH_ZERO_FUSED, times=1.0, ranks=(2,)),
+    Goal("stage 1", OURS_STAGE_1, TORCH_ZERO_FUSED, times=1.2, ranks=(4,)),
+    Goal("stage 2, same host", OURS_SHARED, DDP_FUSED, memory=0.55, ranks=(2,)),
+    Goal("stage 2, sockets", OURS_PAIRWISE, DDP_FUSED, memory=0.55, ranks=(2,)),
+    Goal("shared parameters", OURS_ONE_COPY, DDP_FUSED, memory=0.45, ranks=(2,)),
 )
 
 
-def opponents(row: Row, link: bool) -> list[Row]:
+def opponents(row: Row, place: str) -> list[Row]:
     """Whom a row is compared with: they take turns with it."""
-    against = [goal.base for goal in GOALS if goal.row == row and goal.link == link]
+    against = [goal.base for goal in GOALS if goal.row == row and goal.place == place]
     known = {base.name: base for base in [BASE, *against]}
     return list(known.values()) if row is not BASE else []

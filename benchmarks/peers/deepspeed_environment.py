@@ -1,4 +1,4 @@
-"""DeepSpeed's own virtual environment: its requirements are none of the project's."""
+"""DeepSpeed's own virtual environment, since the project does not need its requirements."""
 
 import os
 import subprocess

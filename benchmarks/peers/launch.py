@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -26,6 +27,8 @@ class Place:
 
     prefixes: list[list[str]]
     interface: str
+    # What each host has sent over its link so far.
+    bytes_sent: Callable[[], list[int]] = list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Ranks:
     def __init__(
         self, place: Place, environment: Environment, arguments: list[str], timeout: float
     ):
+        self._place = place
         self._timeout = timeout
         self._processes: list[subprocess.Popen] = []
         with contextlib.ExitStack() as stack:
@@ -63,10 +67,13 @@ class Ranks:
             self._stack = stack.pop_all()
 
     def iterate(self, count: int) -> Readings:
-        """Sizes are the largest rank's, processor time is all ranks'."""
+        """Sizes are the largest rank's, or host's on its link; processor time is all ranks'."""
+        before = self._place.bytes_sent()
         results = self._order("iterate", count)
+        after = self._place.bytes_sent()
         cpu, sent = sum(r["cpu"] for r in results), max(r["sent"] for r in results)
-        return results[0] | {"cpu": cpu, "sent": sent}
+        link = max((a - b for a, b in zip(after, before, strict=True)), default=0) / count
+        return results[0] | {"cpu": cpu, "sent": sent, "link": link}
 
     def peak_memory(self) -> float:
         """Of the largest rank, in bytes."""

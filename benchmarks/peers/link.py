@@ -1,4 +1,8 @@
-"""Two network namespaces with 1 Gbit/s between them: two hosts, as far as sockets can tell."""
+"""Hosts made of namespaces, with a link of a given rate each, joined by a switch.
+
+Ranks of one host share a PID namespace, so they can open each other's memory; those of two hosts
+have neither that nor a network but the link in common.
+"""
 
 import contextlib
 import os
@@ -6,6 +10,7 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 INTERFACE = "shardstep0"
 
@@ -25,35 +30,86 @@ def run(command: list[str]) -> None:
         raise NotPermitted(f"{' '.join(command)}: {why}")
 
 
-@contextlib.contextmanager
-def gigabit_link() -> Iterator[list[list[str]]]:
-    """What to put before a command so that it runs on either side. Goes away with the context."""
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise NotPermitted(f"no {tool} on this machine (Debian: apt-get install iproute2)")
-    tag = f"shardstep-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-    names = [f"{tag}-{side}" for side in range(2)]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            # Before it is made: a run that is stopped in between must not leave it behind.
-            stack.callback(remove, name)
-            ip("netns", "add", name)
-        first, second = names
-        # Interface names are a namespace's own, so that runs side by side do not meet.
+class Host:
+    """A network and a PID namespace; both go away with this context, and so do its processes."""
+
+    def __init__(self, name: str, number: int, switch: str, gbit: float | None) -> None:
+        self._name = name
+        ip("netns", "add", name)
         ip(
-            *("link", "add", INTERFACE, "netns", first, "type", "veth"),
-            *("peer", "name", INTERFACE, "netns", second),
+            *("link", "add", INTERFACE, "netns", name, "type", "veth"),
+            *("peer", "name", f"host{number}", "netns", switch),
         )
-        for side, name in enumerate(names):
-            inside = ["ip", "netns", "exec", name]
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", INTERFACE, "addrgenmode", "none")  # IPv4 only
-            ip("-n", name, "address", "add", f"10.99.0.{side + 1}/24", "dev", INTERFACE)
-            ip("-n", name, "link", "set", INTERFACE, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "set", INTERFACE, "addrgenmode", "none")  # IPv4 only
+        ip("-n", name, "address", "add", f"10.99.0.{number + 1}/24", "dev", INTERFACE)
+        ip("-n", name, "link", "set", INTERFACE, "up")
+        ip("-n", switch, "link", "set", f"host{number}", "addrgenmode", "none")
+        ip("-n", switch, "link", "set", f"host{number}", "master", "switch", "up")
+        for namespace, device in ((name, INTERFACE), (switch, f"host{number}")):
+            if gbit is None:
+                continue
             # The burst holds a few of the 64 kB pieces that the kernel cuts into packets late.
-            shape = ["tbf", "rate", "1gbit", "burst", "256kb", "latency", "20ms"]
-            run([*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", *shape])
-        yield [["ip", "netns", "exec", name] for name in names]
+            burst = f"{max(256, int(256 * gbit))}kb"
+            shape = ["tbf", "rate", f"{gbit}gbit", "burst", burst, "latency", "20ms"]
+            inside = ["ip", "netns", "exec", namespace]
+            run([*inside, "tc", "qdisc", "add", "dev", device, "root", *shape])
+        unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._init = subprocess.Popen(
+            ["ip", "netns", "exec", name, *unshare, "sh", "-c", "echo ready; exec sleep infinity"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if self._init.stdout.readline().strip() != "ready":
+            raise NotPermitted(f"unshare --pid: {self._init.stderr.read().strip()}")
+
+    def prefix(self) -> list[str]:
+        """What to put before a command so that it runs on this host."""
+        children = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text()
+        first = children.split()[0]
+        return ["nsenter", "--target", first, "--net", "--pid", "--mount", "--"]
+
+    def bytes_sent(self) -> int:
+        """Over its link, since it was made."""
+        command = ["ip", "netns", "exec", self._name, "cat", "/proc/net/dev"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        line = next(line for line in done.stdout.splitlines() if INTERFACE in line)
+        return int(line.split(":")[1].split()[8])
+
+    def cut_link(self) -> None:
+        ip("-n", self._name, "link", "set", INTERFACE, "down")
+
+    def end(self) -> None:
+        self._init.kill()
+        self._init.wait()
+        self._init.stdout.close()
+        self._init.stderr.close()
+
+
+@contextlib.contextmanager
+def linked_hosts(count: int, gbit: float | None = 1) -> Iterator[list[Host]]:
+    """Hosts with a link of `gbit` Gbit/s in each direction, unshaped if None."""
+    for tool in ("ip", "tc", "unshare", "nsenter"):
+        if shutil.which(tool) is None:
+            package = "iproute2" if tool in ("ip", "tc") else "util-linux"
+            raise NotPermitted(f"no {tool} on this machine (Debian: apt-get install {package})")
+    tag = f"shardstep-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    switch = f"{tag}-switch"
+    with contextlib.ExitStack() as stack:
+        # Before it is made: a run that is stopped in between must not leave it behind.
+        stack.callback(remove, switch)
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", switch, "link", "set", "switch", "addrgenmode", "none")
+        ip("-n", switch, "link", "set", "switch", "up")
+        hosts = []
+        for number in range(count):
+            name = f"{tag}-{number}"
+            stack.callback(remove, name)
+            hosts.append(Host(name, number, switch, gbit))
+            stack.callback(hosts[-1].end)
+        yield hosts
 
 
 def remove(name: str) -> None:

@@ -36,7 +36,7 @@ def speed(turns: Turns, row: str, base: str) -> float:
 
 def summarize(record: Record, row: str) -> Summary:
     readings = [turn[row] for turn in record.turns if row in turn]
-    keys = ("iteration", "step", "cpu", "sent")
+    keys = ("iteration", "step", "cpu", "sent", "link")
     summary = {key: statistics.median(one[key] for one in readings) for key in keys}
     summary["pss"] = record.pss.get(row, float("nan"))
     summary["loss"] = readings[-1]["loss"]
@@ -68,18 +68,19 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "CPU, ms": lambda s: f"{s['cpu']:.0f}",
     "PSS, MB": lambda s: f"{s['pss'] / 1e6:.0f}",
     "sent, MB": lambda s: f"{s['sent'] / 1e6:.0f}",
+    "link, MB": lambda s: f"{s['link'] / 1e6:.0f}",
     "loss": lambda s: f"{s['loss']:.6g}",
 }
 
 
 def goals(records: dict[Case, Record], tables: dict[Case, Table]) -> str:
     """Every goal whose rows ran; empty when none did."""
-    head = ["| goal | against | ranks | asked | measured | |", "|---|---|---|---|---|---|"]
+    head = ["| goal | against | where | asked | measured | |", "|---|---|---|---|---|---|"]
     lines = []
     for goal in GOALS:
         for case, table in tables.items():
             names = (goal.row.name, goal.base.name)
-            if case.link != goal.link or case.ranks not in goal.ranks:
+            if case.place != goal.place or (goal.ranks and case.ranks not in goal.ranks):
                 continue
             if not all(name in table for name in names):
                 continue
@@ -90,7 +91,7 @@ def goals(records: dict[Case, Record], tables: dict[Case, Table]) -> str:
                 measured, asked = table[names[0]]["pss"] / table[names[1]]["pss"], goal.memory
                 what, met = "memory", measured <= asked
             lines.append(
-                f"| {goal.what} | {goal.base.name} | {case.ranks} | {asked:.2f}x {what} "
+                f"| {goal.what} | {goal.base.name} | {case} | {asked:.2f}x {what} "
                 f"| {measured:.2f}x | {'met' if met else 'missed'} |"
             )
     return "\n".join(head + lines) if lines else ""

@@ -1,7 +1,7 @@
 """One rank of one contestant. Run by `python benchmarks/peers`, also by DeepSpeed's own Python.
 
-Reads orders from its input, a line each, and answers each with a line of JSON. The group is Gloo's,
-found through a file, so that ranks in other network namespaces meet too.
+Reads orders from its input, one per line, and answers each with a line of JSON. The ranks of the
+Gloo group find each other through a file, which also works across network namespaces.
 """
 
 import argparse
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--maker", choices=MAKERS, required=True)
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--model", choices=("linear", "tiny"), default="linear")
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
@@ -184,7 +185,7 @@ def main() -> None:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=arguments.timeout),
     )
-    model, loss_of = make_model("linear", number, arguments.layers)
+    model, loss_of = make_model(arguments.model, number, arguments.layers)
     contestant = MAKERS[arguments.maker](model, **arguments.options)
     rank = Rank(contestant, loss_of)
     for line in sys.stdin:

@@ -9,7 +9,7 @@
 namespace gpt {
 namespace {
 
-// VmHWM is in kibibytes, and only Linux tells it.
+// VmHWM is in kibibytes, and exists only on Linux.
 int64_t peak_memory() {
   std::ifstream status("/proc/self/status");
   for (std::string word; status >> word;) {
@@ -19,17 +19,7 @@ int64_t peak_memory() {
   return 0;
 }
 
-Memory memory_of(const torch::nn::Module& model, int64_t optimizer_state) {
-  Memory memory{.optimizer_state = optimizer_state};
-  for (const auto& parameter : model.parameters()) {
-    memory.parameters += static_cast<int64_t>(parameter.nbytes());
-    if (!parameter.grad().defined()) continue;
-    memory.gradients += static_cast<int64_t>(parameter.grad().nbytes());
-  }
-  return memory;
-}
-
-// "12.3 MiB"; nothing known: "-"
+// "12.3 MiB", or "-" if unknown.
 std::string human_bytes(int64_t bytes) {
   if (bytes <= 0) return "-";
   const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
@@ -57,49 +47,54 @@ Cells cells_of(const Memory& memory) {
 
 }  // namespace
 
-std::vector<Memory> gather_memory(const torch::nn::Module& model, int64_t optimizer_state,
-                                  c10d::ProcessGroup& group) {
-  const auto mine = memory_of(model, optimizer_state);
+std::vector<NamedMemory> gather_memory(Memory mine, c10d::ProcessGroup& group) {
   auto row = torch::tensor({mine.optimizer_state, mine.parameters, mine.gradients, peak_memory()});
   std::vector<at::Tensor> inputs{row};
   std::vector<std::vector<at::Tensor>> outputs(1);
   for (int rank = 0; rank < group.getSize(); ++rank) outputs[0].push_back(torch::empty_like(row));
   group.allgather(outputs, inputs)->wait();
-  std::vector<Memory> all;
+  std::vector<NamedMemory> all;
   for (const auto& output : outputs[0]) {
     auto value = output.accessor<int64_t, 1>();
-    all.push_back({value[0], value[1], value[2], value[3]});
+    all.push_back({"rank " + std::to_string(all.size()), {value[0], value[1], value[2], value[3]}});
   }
   return all;
 }
 
-Memory replicated_memory(const torch::nn::Module& model, const std::string& optimizer) {
-  auto memory = memory_of(model, 0);
-  const bool two = optimizer == "adam" || optimizer == "adamw";
-  memory.optimizer_state = (two ? 2 : 1) * memory.parameters;
-  return memory;
+int64_t parameter_bytes(const torch::nn::Module& model) {
+  int64_t bytes = 0;
+  for (const auto& parameter : model.parameters()) {
+    bytes += static_cast<int64_t>(parameter.nbytes());
+  }
+  return bytes;
 }
 
-std::string memory_table(const std::vector<Memory>& ranks, const Memory& replicated) {
+std::vector<NamedMemory> other_ways(int64_t parameters, const std::string& optimizer, int stage,
+                                    int world_size) {
+  const bool two = optimizer == "adam" || optimizer == "adamw";
+  const int64_t state = (two ? 2 : 1) * parameters;
+  std::vector<NamedMemory> ways;
+  if (stage == 2) ways.push_back({"stage 1", {state / world_size, parameters, parameters, 0}});
+  ways.push_back({"DDP", {state, parameters, parameters, 0}});
+  return ways;
+}
+
+std::string memory_table(const std::vector<NamedMemory>& rows) {
   std::string table =
       line("memory", {"optimizer state", "parameters", "gradients", "process peak"});
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    table += line("rank " + std::to_string(rank), cells_of(ranks[rank]));
+  for (const auto& [name, memory] : rows) {
+    table += line(memory.peak > 0 ? name : name + " (computed)", cells_of(memory));
   }
-  return table + line("replicated (computed)", cells_of(replicated));
+  return table;
 }
 
-void write_memory(const std::string& file, const std::vector<Memory>& ranks,
-                  const Memory& replicated) {
+void write_memory(const std::string& file, const std::vector<NamedMemory>& rows) {
   std::ofstream out(file);
   out << "who,optimizer_state,parameters,gradients\n";
-  const auto row = [&out](const std::string& who, const Memory& memory) {
-    out << who << ',' << memory.optimizer_state << ',' << memory.parameters << ','
+  for (const auto& [name, memory] : rows) {
+    out << name << ',' << memory.optimizer_state << ',' << memory.parameters << ','
         << memory.gradients << '\n';
-  };
-  for (size_t rank = 0; rank < ranks.size(); ++rank)
-    row("rank " + std::to_string(rank), ranks[rank]);
-  row("replicated", replicated);
+  }
 }
 
 }  // namespace gpt

@@ -16,21 +16,29 @@ struct Memory {
   int64_t optimizer_state = 0;
   int64_t parameters = 0;
   int64_t gradients = 0;
-  int64_t peak = 0;  // the most that the whole process had resident at once; 0: unknown
+  int64_t peak = 0;  // the largest resident set of the whole process; 0: unknown
 };
 
-// What each rank holds, measured. Collective.
-std::vector<Memory> gather_memory(const torch::nn::Module& model, int64_t optimizer_state,
-                                  c10d::ProcessGroup& group);
+struct NamedMemory {
+  std::string name;
+  Memory memory;
+};
 
-// What each rank would hold if it kept the whole state, computed from the sizes: two values per
-// element for Adam and AdamW, one for the other optimizers.
-Memory replicated_memory(const torch::nn::Module& model, const std::string& optimizer);
+// What each rank holds, measured: `mine` on this one. Collective.
+std::vector<NamedMemory> gather_memory(Memory mine, c10d::ProcessGroup& group);
 
-// One line per rank, and one for the replicated optimizer.
-std::string memory_table(const std::vector<Memory>& ranks, const Memory& replicated);
+// Bytes of a model's parameters.
+int64_t parameter_bytes(const torch::nn::Module& model);
+
+// What each rank would hold in stage 1, where gradients are whole, and under DDP, where the state
+// is too. Computed from the sizes: two values of state per element for Adam and AdamW, one for the
+// other optimizers.
+std::vector<NamedMemory> other_ways(int64_t parameters, const std::string& optimizer, int stage,
+                                    int world_size);
+
+// One line per name.
+std::string memory_table(const std::vector<NamedMemory>& rows);
 // The same in bytes, as CSV.
-void write_memory(const std::string& file, const std::vector<Memory>& ranks,
-                  const Memory& replicated);
+void write_memory(const std::string& file, const std::vector<NamedMemory>& rows);
 
 }  // namespace gpt

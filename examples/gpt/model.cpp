@@ -4,6 +4,7 @@
 #include <torch/nn/init.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace gpt {
@@ -11,6 +12,8 @@ namespace {
 
 namespace nn = torch::nn;
 namespace F = torch::nn::functional;
+
+constexpr int64_t kBefore = 7;  // characters before its own that a position's embedding includes
 
 nn::Linear matrix(int64_t in, int64_t out) {
   return nn::Linear(nn::LinearOptions(in, out).bias(false));
@@ -29,7 +32,7 @@ BlockImpl::BlockImpl(const GptOptions& options) : heads_(options.heads) {
   widen_ = register_module("widen", matrix(width, 4 * width));
   narrow_ = register_module("narrow", matrix(4 * width, width));
 
-  // What is added to the residual stream starts smaller the more blocks add to it.
+  // The more blocks add to the residual stream, the smaller their weights start.
   const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(options.layers));
   nn::init::normal_(query_key_value_->weight, 0, 0.02);
   nn::init::normal_(mix_->weight, 0, residual);
@@ -51,12 +54,16 @@ at::Tensor BlockImpl::forward(at::Tensor x) {
   return x + narrow_(at::gelu(widen_(mlp_norm_(x)), "tanh"));
 }
 
-GptImpl::GptImpl(const GptOptions& options) : context_(options.context) {
-  token_ = register_module("token", nn::Embedding(options.vocabulary_size, options.width));
+GptImpl::GptImpl(const GptOptions& options)
+    : vocabulary_size_(options.vocabulary_size), context_(options.context) {
+  token_ = register_module("token", nn::Embedding(vocabulary_size_, options.width));
+  before_ = register_module("before", nn::Embedding(kBefore * vocabulary_size_, options.width));
   position_ = register_module("position", nn::Embedding(options.context, options.width));
   nn::init::normal_(token_->weight, 0, 0.02);
+  nn::init::normal_(before_->weight, 0, 0.02);
   nn::init::normal_(position_->weight, 0, 0.02);
-  const auto blocks = register_module("blocks", nn::ModuleList());  // as Python's names have it
+  const auto blocks =
+      register_module("blocks", nn::ModuleList());  // for the same names as in Python
   for (int64_t i = 0; i < options.layers; ++i) {
     blocks_.emplace_back(options);
     blocks->push_back(blocks_.back());
@@ -65,7 +72,12 @@ GptImpl::GptImpl(const GptOptions& options) : context_(options.context) {
 }
 
 at::Tensor GptImpl::forward(const at::Tensor& tokens) {
-  auto x = token_(tokens) + position_->weight.narrow(0, 0, tokens.size(1));
+  const int64_t length = tokens.size(1);
+  auto x = token_(tokens) + position_->weight.narrow(0, 0, length);
+  for (int64_t distance = 1; distance <= std::min(kBefore, length - 1); ++distance) {
+    const auto before = tokens.narrow(1, 0, length - distance) + (distance - 1) * vocabulary_size_;
+    x.narrow(1, distance, length - distance) += before_(before);
+  }
   for (auto& block : blocks_) x = block(x);
   return F::linear(norm_(x), token_->weight);
 }

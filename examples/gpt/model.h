@@ -1,6 +1,8 @@
 #pragma once
 
 // A small GPT: token and position embeddings, pre-norm blocks, and a head tied to the embedding.
+// The embedding of a position includes the few characters before it, so that one block learns what
+// would otherwise take two.
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
@@ -36,7 +38,7 @@ TORCH_MODULE(Block);
 
 class GptImpl : public torch::nn::Module {
  public:
-  // Weights are drawn from torch's default generator: seed it alike on all ranks.
+  // Weights are drawn from torch's default generator: use the same seed on all ranks.
   explicit GptImpl(const GptOptions& options);
 
   // Scores of the next character, rows x length x vocabulary. REQUIRES: length <= context.
@@ -47,8 +49,8 @@ class GptImpl : public torch::nn::Module {
                       double temperature);
 
  private:
-  int64_t context_;
-  torch::nn::Embedding token_{nullptr}, position_{nullptr};
+  int64_t vocabulary_size_, context_;
+  torch::nn::Embedding token_{nullptr}, before_{nullptr}, position_{nullptr};
   std::vector<Block> blocks_;
   torch::nn::LayerNorm norm_{nullptr};
 };

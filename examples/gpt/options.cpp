@@ -52,6 +52,11 @@ void declare(CLI::App& app, Options& options) {
       ->capture_default_str();
   app.add_option("--text", options.text, "text to learn (default: a lighthouse keeper's log)")
       ->type_name("FILE");
+  app.add_option("--stage", options.stage,
+                 "1: divide the optimizer state; 2: divide the gradients too")
+      ->check(CLI::IsMember({1, 2}))
+      ->type_name("N")
+      ->capture_default_str();
   choice("--sharding", options.sharding, {"parameter", "element"},
          "how the optimizer state is divided between the ranks");
   app.add_option("--log", options.log, "write step,loss to this CSV file")

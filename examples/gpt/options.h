@@ -1,6 +1,6 @@
 #pragma once
 
-// The command line of train_gpt. Mistakes in it are found before the ranks meet.
+// The command line of train_gpt. Mistakes in it are found before the ranks connect.
 
 #include <cstdint>
 #include <optional>
@@ -17,20 +17,21 @@ struct UsageError : std::runtime_error {
 struct Options {
   int64_t layers = 1;
   int64_t width = 128;
-  int64_t heads = 16;
+  int64_t heads = 4;
   int64_t context = 64;
   int64_t batch = 16;
-  int64_t steps = 2000;
+  int64_t steps = 1600;
   std::string optimizer = "adamw";
   std::optional<double> lr;
   uint64_t seed = 1;
   std::string text;
+  int64_t stage = 2;
   std::string sharding = "element";
   std::string log;
   std::string memory;
   std::string checkpoint;
   int64_t every = 100;
-  std::string help;  // what --help prints, if it was asked for
+  std::string help;  // what --help prints, if given
 };
 
 // Throws UsageError, which says what was expected.

@@ -20,7 +20,7 @@ class Canvas {
     cells_[y / 4][x / 2] |= kDots[y % 4][x % 2];
   }
 
-  // Braille patterns begin at U+2800, and their order is that of the dots' bits.
+  // Braille patterns start at U+2800; each dot is a bit of the code point.
   std::string row(int index) const {
     std::string text;
     for (const unsigned char dots : cells_[index]) {
@@ -33,7 +33,7 @@ class Canvas {
   unsigned char cells_[kRows][kColumns] = {};
 };
 
-// The means of `count` stretches of equal length; a stretch holds at least one value.
+// The means of `count` windows of equal length, each of at least one value.
 std::vector<double> means(const std::vector<double>& values, int count) {
   std::vector<double> result;
   const auto size = static_cast<int64_t>(values.size());
@@ -99,19 +99,15 @@ std::string loss_curve(const std::vector<double>& losses, int64_t first) {
          repeat(" ", gap) + last + "\n";
 }
 
-std::string memory_bars(const std::vector<Memory>& ranks, const Memory& replicated) {
+std::string memory_bars(const std::vector<NamedMemory>& rows) {
   int64_t largest = 1;
-  const auto total = [](const Memory& memory) {
-    return memory.parameters + memory.gradients + memory.optimizer_state;
-  };
-  for (const auto& memory : ranks) largest = std::max(largest, total(memory));
-  largest = std::max(largest, total(replicated));
+  for (const auto& [name, memory] : rows) {
+    largest = std::max(largest, memory.parameters + memory.gradients + memory.optimizer_state);
+  }
   const double bytes_per_cell = static_cast<double>(largest) / 48;
   std::string picture = "memory per rank: ░ parameters  ▒ gradients  █ optimizer state\n";
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    picture += bar("rank " + std::to_string(rank), ranks[rank], bytes_per_cell);
-  }
-  return picture + bar("replicated", replicated, bytes_per_cell);
+  for (const auto& [name, memory] : rows) picture += bar(name, memory, bytes_per_cell);
+  return picture;
 }
 
 }  // namespace gpt

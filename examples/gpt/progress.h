@@ -8,11 +8,11 @@
 
 namespace gpt {
 
-// A bar that redraws itself if stdout is a terminal, else a plain line now and then. Writes the
-// loss of every step to `log`, a CSV file, if it has a name.
+// A bar that redraws itself if stdout is a terminal, otherwise an occasional line. Writes the loss
+// of every step to the CSV file `log`, unless that is empty.
 class Progress {
  public:
-  // `done` steps were made by an earlier run.
+  // An earlier run made `done` steps.
   Progress(int64_t steps, int64_t tokens_per_step, const std::string& log, int64_t done);
 
   // `step` steps are done.

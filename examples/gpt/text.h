@@ -1,6 +1,7 @@
 #pragma once
 
-// A text as numbers: its characters in order are the vocabulary. Bytes, not Unicode code points.
+// A text as numbers: its distinct characters, sorted, are the vocabulary. Bytes, not Unicode code
+// points.
 
 #include <torch/types.h>
 
@@ -10,7 +11,7 @@ namespace gpt {
 
 class Text {
  public:
-  // Throws UsageError if the file cannot be read, or has no room for a sequence of `context`
+  // Throws UsageError if the file cannot be read, or is too short for a sequence of `context`
   // characters and the one after it.
   Text(const std::string& file, int64_t context);
 
@@ -29,8 +30,8 @@ struct Batch {
   at::Tensor target;  // the same, one character later
 };
 
-// Random batches of a text. Every rank draws the starts of the whole batch from an equal generator
-// and takes its own rows, so the union over ranks does not depend on how many there are.
+// Random batches of a text. Every rank draws the starts of the whole batch from the same seed and
+// takes its own rows, so the union over ranks does not depend on their number.
 class BatchSampler {
  public:
   // REQUIRES: batch is a multiple of world_size.

@@ -1,12 +1,13 @@
 #pragma once
 
-// A checkpoint is a directory: `index.json`, and for each rank that wrote it one
-// `shard-<id>-<rank>.safetensors`. The index is renamed into place last, so a directory holds a
-// whole checkpoint or none. Its tensors are
+// A checkpoint is a directory: `index.json`, and one `shard-<id>-<rank>.safetensors` per rank that
+// wrote it. The index is renamed into place last, so a directory holds a whole checkpoint or none.
+// Its tensors are
 //   state.<parameter index>.<key>   the optimizer's state
 //   module.<name>                   the module's parameters, buffers and extra state
-//   rng.<rank>.<device>             the generators of a rank
-// each cut into parts, ranges of its elements in memory order, which lie anywhere in the shards.
+//   rng.<rank>.<device>             the random generators of a rank
+// Each is cut into parts, ranges of its elements in memory order, which may be anywhere in the
+// shards.
 // Thread safety: one thread at a time. Nothing here is collective.
 
 #include <ATen/ATen.h>
@@ -51,7 +52,7 @@ struct CheckpointTensor {
   SHARDSTEP_API std::vector<int64_t> strides() const;
 };
 
-// How the elements of a dense tensor lie in memory; see CheckpointTensor::order.
+// The memory order of a dense tensor; see CheckpointTensor::order.
 SHARDSTEP_API std::vector<int64_t> memory_order(const at::Tensor& tensor);
 
 struct CheckpointFile {
@@ -60,16 +61,16 @@ struct CheckpointFile {
   int64_t bytes = 0;
 };
 
-// A parameter of the optimizer. What was made of a state dict knows neither shape nor dtype.
+// A parameter of the optimizer. Shape and dtype are unset in a checkpoint made from a state dict.
 struct CheckpointParameter {
   std::optional<std::string> name;
   std::optional<std::vector<int64_t>> shape;
   std::optional<at::ScalarType> dtype;
 };
 
-// What index.json says.
+// The contents of index.json.
 struct CheckpointIndex {
-  std::string id;  // another for each save
+  std::string id;  // unique to each save
   int world_size = 1;
   int stage = 1;
   Sharding sharding = Sharding::kParameter;
@@ -82,7 +83,7 @@ struct CheckpointIndex {
   std::map<int64_t, std::vector<std::string>> state;
   std::map<std::string, c10::IValue> values;
   std::map<std::string, CheckpointTensor> tensors;
-  // Extra state of the module that is no tensor, by name.
+  // Extra state of the module that is not a tensor, by name.
   std::map<std::string, c10::IValue> module_values;
   c10::IValue extra;  // the user's dict, or none
 };
@@ -90,11 +91,15 @@ struct CheckpointIndex {
 // "state.<index>.<key>".
 SHARDSTEP_API std::string state_name(int64_t index, const std::string& key);
 
-// Reads a checkpoint: the index at once, of the shards only what is asked for, also after the
-// directory has got another checkpoint: a save removes no files that are read. Whatever is wrong
-// with a file is a ValueError that names it.
+// What the names of the module's tensors start with.
+inline constexpr const char* kModulePrefix = "module.";
+
+// Reads a checkpoint: the index immediately, and from the shards only what is asked for. That works
+// even after another checkpoint was saved to the directory, because a save does not remove files
+// that a reader has open. Anything wrong with a file is a ValueError that names it.
 class SHARDSTEP_API Checkpoint {
  public:
+  // `directory` may be a link, such as `latest`.
   explicit Checkpoint(const std::string& directory);
   ~Checkpoint();
   Checkpoint(Checkpoint&&) noexcept;
@@ -103,24 +108,26 @@ class SHARDSTEP_API Checkpoint {
   const std::string& directory() const;
   const CheckpointIndex& index() const;
 
+  // The names of the module's tensors, without kModulePrefix; none if no module was saved.
+  std::vector<std::string> module_names() const;
   // A whole tensor, in the memory order that it was saved in.
   at::Tensor read(const std::string& name);
-  // The same, into memory of the caller's that has room for it.
+  // The same, into the caller's memory. REQUIRES: room for the whole tensor.
   void read_to(const std::string& name, void* memory);
-  // Some elements, in memory order and 1-D. Reads the blocks that hold them, and verifies these.
+  // Some elements, in memory order and 1-D. Reads and verifies only the blocks that hold them.
   at::Tensor read(const std::string& name, Range elements);
-  // Throws ValueError unless every block of the tensor has its checksum.
+  // Throws ValueError unless every block of the tensor matches its checksum.
   void verify(const std::string& name);
   // Throws ValueError unless each shard is the safetensors file that the index says it is.
   void verify_headers();
   // Verifies the headers and all tensors.
   void verify();
-  // The optimizer's whole state, as its state_dict() has it.
+  // The optimizer's whole state, as its state_dict() returns it.
   StateDict state_dict();
-  // The same, with what `read` gives for a tensor's name.
+  // The same, with `read` called for each tensor.
   StateDict state_dict(const std::function<at::Tensor(const std::string& name)>& read) const;
 
-  // How many bytes of the shards were read so far.
+  // How many bytes of the shards have been read so far.
   int64_t bytes_read() const;
 
  private:
@@ -131,17 +138,17 @@ class SHARDSTEP_API Checkpoint {
   std::unique_ptr<Files> files_;
 };
 
-// The optimizer's state in a checkpoint, whole. Reads nothing else.
+// The optimizer's whole state from a checkpoint. Reads nothing else.
 SHARDSTEP_API StateDict read_checkpoint(const std::string& directory);
 
-// Writes a checkpoint that is one shard, without ranks and one tensor at a time.
+// Writes a checkpoint of one shard in a single process, one tensor at a time.
 class SHARDSTEP_API CheckpointWriter {
  public:
-  // `index` says what will be written: of its tensors dtype, shape and order. Parts, files, the id
-  // and the world size are the writer's. Nothing of a checkpoint in `directory` changes before
-  // commit(). Throws if the directory has another writer.
+  // `index` says what will be written, with the dtype, shape and order of each tensor. The writer
+  // fills in parts, files, the id and the world size. A checkpoint that exists in `directory` does
+  // not change before commit(). Throws if the directory has another writer.
   CheckpointWriter(const std::string& directory, CheckpointIndex index);
-  // Drops what was written, unless it was committed.
+  // Removes what was written, unless it was committed.
   ~CheckpointWriter();
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
@@ -156,15 +163,15 @@ class SHARDSTEP_API CheckpointWriter {
   std::unique_ptr<State> state_;
 };
 
-// Hears how many bytes of tensors are done, of how many.
+// Called with the bytes of tensors converted so far, and in total.
 using ConvertProgress = std::function<void(int64_t done, int64_t total)>;
 
-// Makes of the optimizer's state in a checkpoint the file that write_state_dict would make of it,
+// Converts the optimizer's state in a checkpoint to the file that write_state_dict would write,
 // with one tensor in memory at a time.
 SHARDSTEP_API void export_state_dict(const std::string& directory, const std::string& path,
                                      const ConvertProgress& progress = nullptr);
-// Makes a checkpoint of a file that Python's torch.save or write_state_dict made of a state dict,
-// with one tensor in memory at a time.
+// Converts a state dict that Python's torch.save or write_state_dict wrote to a checkpoint, with
+// one tensor in memory at a time.
 SHARDSTEP_API void import_state_dict(const std::string& path, const std::string& directory,
                                      const ConvertProgress& progress = nullptr);
 

@@ -1,10 +1,10 @@
 #pragma once
 
 // Trains one module on many ranks: its parameters and buffers start as rank 0's, and each backward
-// pass leaves the average of all ranks' gradients in `.grad`. Gradients travel in buckets while the
-// backward pass goes on (c10d::Reducer). What Python's torch has under the same names behaves the
-// same.
-// Collective: construction, forward, the backward pass of what it returned, no_sync excepted.
+// pass leaves the average of all ranks' gradients in `.grad`. Gradients are reduced in buckets
+// while the backward pass continues (c10d::Reducer). Names that exist in Python's torch behave as
+// they do there.
+// Collective: construction, forward, and the backward pass of its result, except under no_sync.
 // Destruction does not communicate. Thread safety: one thread at a time.
 
 #include <torch/arg.h>
@@ -32,16 +32,16 @@ namespace shardstep {
 struct DistributedDataParallelOptions {
   // The default group if null.
   TORCH_ARG(ProcessGroupPtr, process_group);
-  // Parameters and buffers start as rank 0's. If false, the caller has made them equal.
+  // Parameters and buffers start as rank 0's. If false, the caller must have made them equal.
   TORCH_ARG(bool, init_sync) = true;
   // Before each forward that follows a synchronised one, buffers become rank 0's.
   TORCH_ARG(bool, broadcast_buffers) = true;
-  // Gradients travel in buckets of about this size. Unset: 25, and 1 for the first.
+  // Gradients are reduced in buckets of about this size. Unset: 25, and 1 for the first.
   TORCH_ARG(std::optional<double>, bucket_cap_mb);
-  // Expect parameters that do not take part in an iteration. Walks the graph of what forward
-  // returned: its type must be one that tensor_visitor.h sees through.
+  // Allows parameters that take no part in an iteration. Walks the graph of what forward returned,
+  // whose type must be one that tensor_visitor.h supports.
   TORCH_ARG(bool, find_unused_parameters) = false;
-  // Gradients are views of the buckets: one copy less, and their memory only once.
+  // Gradients are views of the buckets, which saves a copy and the memory for it.
   TORCH_ARG(bool, gradient_as_bucket_view) = false;
   // The graph is the same in every iteration; finds unused parameters in the first one, and allows
   // a parameter's gradient to arrive in several parts (reentrant checkpointing).
@@ -54,18 +54,18 @@ using CommHook = std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::Gra
 
 // The average over the group, in the gradients' own type.
 SHARDSTEP_API CommHook allreduce_hook(ProcessGroupPtr group);
-// The same with half the bytes: gradients travel as float16, or bfloat16.
+// The same with half the bytes: gradients are sent as float16 or bfloat16.
 SHARDSTEP_API CommHook fp16_compress_hook(ProcessGroupPtr group);
 SHARDSTEP_API CommHook bf16_compress_hook(ProcessGroupPtr group);
 
-// All of it that does not depend on the module's type.
+// The part that does not depend on the module's type.
 class SHARDSTEP_API DistributedDataParallelBase : public Joinable {
  public:
   DistributedDataParallelBase(DistributedDataParallelBase&&) = delete;
   ~DistributedDataParallelBase() override;
 
-  // While this lives, backward passes of what forward returns only accumulate local gradients; the
-  // first synchronised one reduces the sum.
+  // During its lifetime, backward passes of what forward returns only accumulate local gradients;
+  // the first synchronised one afterwards reduces the sum.
   class SHARDSTEP_API NoSync {
    public:
     ~NoSync();
@@ -82,13 +82,13 @@ class SHARDSTEP_API DistributedDataParallelBase : public Joinable {
 
   // Replaces the all-reduce of a bucket. REQUIRES: no hook yet, and no forward yet.
   void register_comm_hook(CommHook hook);
-  // Runs before each forward, also on a rank that shadows one, and at the end of a Join: for those
-  // who write parameters behind the backward pass.
+  // Runs before each forward, also on a rank that shadows one, and at the end of a Join: for hooks
+  // that still write parameters after the backward pass.
   void register_forward_pre_hook(std::function<void()> hook);
 
   std::vector<at::Tensor> parameters() const;
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
-  // Those whose gradients are reduced, each once.
+  // The parameters whose gradients are reduced, without duplicates.
   const std::vector<at::Tensor>& trainable_parameters() const;
   void train(bool on = true);
   void eval() { train(false); }
@@ -96,10 +96,10 @@ class SHARDSTEP_API DistributedDataParallelBase : public Joinable {
 
   const ProcessGroupPtr& process_group() const;
   const DistributedDataParallelOptions& options() const;
-  // The parameters of each bucket, in the order in which buckets are reduced. Not to be called from
-  // a communication hook, which has the bucket itself.
+  // The parameters of each bucket, in the order in which buckets are reduced. Must not be called
+  // from a communication hook, which gets the bucket itself.
   std::vector<std::vector<at::Tensor>> buckets() const;
-  // Buckets follow the order in which gradients arrive from the second forward on.
+  // From the second forward on, buckets follow the order in which gradients arrive.
   bool has_rebuilt_buckets() const;
 
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
@@ -131,11 +131,11 @@ std::shared_ptr<torch::nn::Module> as_module(const torch::nn::ModuleHolder<T>& m
 
 }  // namespace detail
 
-// `Module` is a module holder (what TORCH_MODULE makes) or a std::shared_ptr to a module.
+// `Module` is a module holder (which TORCH_MODULE defines) or a std::shared_ptr to a module.
 template <class Module>
 class DistributedDataParallel : public DistributedDataParallelBase {
  public:
-  // Throws on every rank if the modules or options of ranks differ, or one of them is unfit.
+  // Throws on every rank if the ranks' modules or options differ, or one of them is invalid.
   // Collective.
   explicit DistributedDataParallel(Module module,
                                    const DistributedDataParallelOptions& options = {})

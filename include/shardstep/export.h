@@ -1,4 +1,4 @@
 #pragma once
 
-// Marks what the shared library shows; everything else is hidden.
+// Marks the symbols that the shared library exports; all others are hidden.
 #define SHARDSTEP_API __attribute__((visibility("default")))

@@ -1,7 +1,7 @@
 #pragma once
 
-// Uneven inputs: ranks that run out of them shadow the collective calls of those that go on, until
-// all have joined. Every Joinable announces its collectives; a joined rank runs the hook of the one
+// Uneven inputs: ranks that run out of inputs shadow the collective calls of the others until all
+// have joined. Every Joinable announces its collectives; a joined rank runs the hook of the one
 // that was announced, so neither the order of the list nor that of the calls matters.
 // Collective: Join::finish, and notify_join_context inside a Join. Destruction does not
 // communicate. Thread safety: one thread at a time.
@@ -20,7 +20,7 @@
 namespace shardstep {
 
 struct JoinOptions {
-  // Off, Join does nothing at all: for inputs that are known to be even.
+  // If false, Join does nothing: for inputs that are known to be even.
   TORCH_ARG(bool, enable) = true;
   // Throw on every rank as soon as one runs out of inputs.
   TORCH_ARG(bool, throw_on_early_termination) = false;
@@ -28,17 +28,17 @@ struct JoinOptions {
   TORCH_ARG(bool, divide_by_initial_world_size) = true;
 };
 
-// What a rank without inputs does in place of a Joinable's own work.
+// What a rank without inputs does instead of a Joinable's own work.
 class SHARDSTEP_API JoinHook {
  public:
   virtual ~JoinHook() = default;
-  // Makes the collective calls of one announced piece of work.
+  // Makes the collective calls of one announcement.
   virtual void main_hook() {}
   // Called once on every rank when all have joined.
   virtual void post_hook(bool is_last_joiner) {}
 };
 
-// Something with collective calls in every iteration. Before them it calls
+// An object that makes collective calls in every iteration. Before them it calls
 // Join::notify_join_context(*this); its hook makes the same calls.
 class SHARDSTEP_API Joinable {
  public:
@@ -49,9 +49,9 @@ class SHARDSTEP_API Joinable {
   Joinable& operator=(Joinable&&) = default;
   virtual ~Joinable() = default;
 
-  // Called once a Join, on every rank.
+  // Called once per Join, on every rank.
   virtual std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) = 0;
-  // Where the messages of Join travel.
+  // The device of the messages that Join sends.
   virtual at::Device join_device() const = 0;
   virtual ProcessGroupPtr join_process_group() const = 0;
 
@@ -73,7 +73,7 @@ using Joinables = std::vector<std::reference_wrapper<Joinable>>;
 //   for (auto& batch : *loader) { … }
 //   join.finish();
 //
-// An exception that leaves the scope before finish() passes through, and this rank shadows nothing.
+// An exception that leaves the scope before finish() propagates, and this rank shadows nothing.
 class SHARDSTEP_API Join {
  public:
   // REQUIRES: the joinables outlive this, have one process group and device, and are the same, in
@@ -83,7 +83,8 @@ class SHARDSTEP_API Join {
   Join(const Join&) = delete;
   Join& operator=(const Join&) = delete;
 
-  // This rank has no more inputs: shadows the others until they have none either. Collective.
+  // Call when this rank has no more inputs: shadows the others until they have none either.
+  // Collective.
   void finish();
 
   // Tells joined ranks that `joinable` is about to communicate. The work's result is the number of
@@ -103,7 +104,7 @@ class SHARDSTEP_API Join {
   bool open_ = false;
 };
 
-// Runs `body`, a training loop, inside a Join that ends with it, however it returns.
+// Runs `body`, a training loop, inside a Join that ends when it returns.
 template <class Body>
 void join_uneven(Joinables joinables, const JoinOptions& options, Body&& body) {
   Join join(std::move(joinables), options);

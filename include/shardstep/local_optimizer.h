@@ -1,8 +1,8 @@
 #pragma once
 
-// The optimizer that runs on a shard: how to make it, and how its options and state map to the
-// names, order and types that the torch.optim class of the same name has in Python. A value; the
-// functions in it hold no state and may be called from any thread.
+// The optimizer that runs on a shard: how to create it, and how its options and state map to the
+// names, order and types that the torch.optim class of the same name has in Python. A value type;
+// its functions hold no state and may be called from any thread.
 
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
@@ -15,19 +15,25 @@
 #include <vector>
 
 #include "shardstep/export.h"
+#include "shardstep/optim/muon.h"
 #include "shardstep/state_dict.h"
 
 namespace shardstep {
 
 struct LocalOptimizer {
-  // As Python's torch.optim calls it: "AdamW".
+  // Its name in Python's torch.optim: "AdamW".
   std::string name;
   // Whether an element's update depends on nothing but that element's gradient and state, so that
   // the optimizer may run on a part of a parameter.
   bool elementwise = false;
+  // What the update of a parameter costs, which sharding by parameter divides evenly among the
+  // ranks. Unset: the number of elements, as torch's ZeroRedundancyOptimizer does.
+  std::function<double(const at::Tensor&)> cost;
+  // Throws ValueError for a parameter that the optimizer cannot update. Unset: it takes any.
+  std::function<void(const at::Tensor&)> check_param;
   std::shared_ptr<const torch::optim::OptimizerOptions> defaults;
   // Groups with options keep exactly these; groups without get the defaults. (torch::optim itself
-  // takes an option that equals its class's default for unset.)
+  // treats an option that equals its class's default as unset.)
   std::function<std::unique_ptr<torch::optim::Optimizer>(
       std::vector<torch::optim::OptimizerParamGroup>)>
       make;
@@ -36,16 +42,17 @@ struct LocalOptimizer {
                      torch::optim::OptimizerOptions& to)>
       assign_options;
   std::function<NamedValues(const torch::optim::OptimizerOptions&)> read_options;
-  // Sets every option, or throws ValueError that names the key and has changed nothing.
+  // Sets every option, or changes nothing and throws a ValueError that names the key.
   std::function<void(const NamedValues&, torch::optim::OptimizerOptions&)> write_options;
-  // The tensors are the state's own, not copies, but for custom_optimizer's. Undefined ones are
+  // The tensors are the state's own, not copies, except for custom_optimizer. Undefined ones are
   // left out.
   std::function<NamedValues(const torch::optim::OptimizerParamState&)> read_state;
-  // The state takes the tensors it is given, without a copy, but for custom_optimizer's.
+  // The state keeps the given tensors without copying them, except for custom_optimizer.
   std::function<std::unique_ptr<torch::optim::OptimizerParamState>(const NamedValues&)> write_state;
 };
 
-// Whether the torch.optim class of this name is element-wise. The one list of them, for both faces.
+// Whether the torch.optim class of this name is element-wise. The only such list, used by C++ and
+// Python.
 SHARDSTEP_API bool is_known_elementwise(std::string_view name);
 
 SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::AdamOptions& defaults);
@@ -53,11 +60,15 @@ SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::AdamWOptions& d
 SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::SGDOptions& defaults);
 SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::AdagradOptions& defaults);
 SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::RMSpropOptions& defaults);
+SHARDSTEP_API LocalOptimizer local_optimizer(const optim::MuonOptions& defaults);
 // Throws ValueError: LBFGS's update of one parameter depends on all the others.
 SHARDSTEP_API LocalOptimizer local_optimizer(const torch::optim::LBFGSOptions& defaults);
 
-// An optimizer of the user's own, made as Optimizer(param_groups, defaults). Options and state are
-// named as their serialize() names them. It gets whole parameters, unless the user sets
+// The one whose options have this type. Throws TypeError for options of a user's own.
+SHARDSTEP_API LocalOptimizer local_optimizer_for(const torch::optim::OptimizerOptions& options);
+
+// A user-defined optimizer, constructed as Optimizer(param_groups, defaults). Options and state
+// have the names that their serialize() uses. It gets whole parameters, unless the user sets
 // `elementwise` on the result.
 // REQUIRES: Options and ParamState are copyable and implement serialize() both ways.
 template <class Optimizer, class Options, class ParamState>
@@ -65,7 +76,7 @@ LocalOptimizer custom_optimizer(Options defaults, std::string name);
 
 namespace detail {
 
-// What `serialize` wrote into an archive, by key. `type` names it in errors.
+// The values that `serialize` writes into an archive, by key. `type` names it in errors.
 SHARDSTEP_API NamedValues
 archive_to_values(const std::function<void(torch::serialize::OutputArchive&)>& serialize,
                   const std::string& type);
@@ -73,12 +84,12 @@ archive_to_values(const std::function<void(torch::serialize::OutputArchive&)>& s
 SHARDSTEP_API void values_to_archive(
     const NamedValues& values,
     const std::function<void(torch::serialize::InputArchive&)>& serialize, const std::string& type);
-// Throws ValueError unless `values` has exactly the keys of `expected`; a scheduler's keys may come
-// on top and are dropped.
+// Throws ValueError unless `values` has exactly the keys of `expected`; a scheduler's additional
+// keys are dropped.
 SHARDSTEP_API NamedValues matching_keys(const NamedValues& values, const NamedValues& expected,
                                         const std::string& type);
 
-// `object` as a To, which it must be.
+// `object` as a To; throws TypeError if it is not one.
 template <class To, class From>
 To& downcast(From& object, const std::string& name) {
   auto* typed = dynamic_cast<To*>(&object);

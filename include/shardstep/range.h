@@ -16,7 +16,7 @@ struct Range {
   bool operator==(const Range&) const = default;
 };
 
-// The elements that both ranges hold; empty if there are none.
+// The elements that are in both ranges; empty if there are none.
 SHARDSTEP_API Range intersect(Range a, Range b);
 
 }  // namespace shardstep

@@ -1,9 +1,9 @@
 #pragma once
 
 // Finds the tensors in a value of any type, for modules whose forward returns more than a tensor.
-// Seen through: tensors, std::optional, pair, tuple, array, vector and other sequences, maps (their
-// values), variant, unique_ptr and shared_ptr, nested at will. A type of one's own takes part by a
-// function in its namespace:
+// Supported: tensors, std::optional, pair, tuple, array, vector and other sequences, maps (their
+// values), variant, unique_ptr and shared_ptr, nested to any depth. To support a type of your own,
+// define a function in its namespace:
 //
 //   template <class Visit>
 //   void visit_tensors(Output& output, Visit&& visit) { visit(output.logits); visit(output.states);
@@ -44,7 +44,7 @@ concept RangeLike = requires(T& range) {
 template <class T>
 concept MapLike = RangeLike<T> && requires { typename T::mapped_type; };
 
-// Stands for any visitor when a type is asked whether it has visit_tensors.
+// Stands for any visitor in the check whether a type has visit_tensors.
 struct AnyVisit {
   template <class T>
   void operator()(T&) const {}
@@ -52,8 +52,8 @@ struct AnyVisit {
 template <class T>
 concept Visitable = requires(T& value, AnyVisit visit) { visit_tensors(value, visit); };
 
-// Calls visit(at::Tensor&) for every tensor in `value`. False if it holds something that cannot be
-// looked into.
+// Calls visit(at::Tensor&) for every tensor in `value`. Returns false if it contains a type that is
+// not supported.
 template <class T, class Visit>
 bool for_each_tensor(T& value, Visit&& visit) {
   using Value = std::remove_const_t<T>;

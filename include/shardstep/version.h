@@ -1,6 +1,6 @@
 #pragma once
 
-// The library's version, as in the VERSION file; src/version.cpp does not compile if they differ.
+// The library's version, as in the VERSION file; src/version.cpp fails to compile if they differ.
 
 #include "shardstep/export.h"
 
@@ -8,7 +8,7 @@
 
 namespace shardstep {
 
-// The version of the library that is loaded, which may not be the one compiled against.
+// The version of the loaded library, which may differ from the one compiled against.
 SHARDSTEP_API const char* version();
 
 }  // namespace shardstep

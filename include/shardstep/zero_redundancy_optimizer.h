@@ -1,8 +1,8 @@
 #pragma once
 
-// The C++ face: a torch::optim::Optimizer over all parameters whose update and state are divided
-// among the ranks of a group. It owns the local optimizer, which runs on what this rank owns.
-// Collective: construction, add_param_group, step, consolidate_state_dict, and what saves and loads
+// A torch::optim::Optimizer over all parameters whose update and state are divided among the ranks
+// of a group. It owns the local optimizer, which runs on what this rank owns.
+// Collective: construction, add_param_group, step, consolidate_state_dict, and saving and loading
 // checkpoints. Thread safety: one thread at a time. Destruction does not communicate.
 
 #include <torch/optim/adagrad.h>
@@ -24,6 +24,7 @@
 #include "shardstep/checkpoint.h"
 #include "shardstep/join.h"
 #include "shardstep/local_optimizer.h"
+#include "shardstep/optimizer_stats.h"
 #include "shardstep/process_group.h"
 #include "shardstep/sharding.h"
 #include "shardstep/state_dict.h"
@@ -37,55 +38,78 @@ namespace shardstep {
 class Checkpointer;
 class Pending;
 class ShardEngine;
+struct EngineGroup;
+struct LocalParam;
 struct ParamGradient;
 struct StateValue;
 
 // What a checkpoint holds besides the optimizer's state and options.
 struct CheckpointOptions {
-  // Its parameters and buffers, which also give the optimizer's parameters their names. Null: not.
+  // The module whose parameters and buffers are saved too, and which names the optimizer's
+  // parameters. Null for none.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, module);
-  // torch's random generators of each rank. Loaded at another world size, ranks that were not
-  // there keep theirs.
+  // Each rank's torch random generators. Ranks that did not exist when the checkpoint was saved
+  // keep theirs.
   TORCH_ARG(bool, rng) = true;
-  // Small values of the user's own: numbers, strings, bools, none, and lists, tuples and dicts of
-  // these. Rank 0's count.
+  // The user's own small values: numbers, strings, bools, none, and lists, tuples and dicts of
+  // these. Rank 0's are saved.
   TORCH_ARG(NamedValues, extra);
-  // save_checkpoint returns when this rank's shard is copied; a thread writes it.
+  // save_checkpoint returns as soon as this rank's shard is copied; a background thread writes it.
   TORCH_ARG(bool, asynchronous) = false;
-  // Called now and then by the thread that writes.
+  // Called from time to time by the thread that writes.
   TORCH_ARG(std::function<void(CheckpointProgress)>, progress);
-  // How long rank 0 waits for another rank's shard to show in the directory. Unset: 30 minutes in
-  // the background; 3 once all ranks have said that theirs are written.
+  // How long rank 0 waits for another rank's shard to appear in the directory. Unset: 30 minutes in
+  // the background; 3 once all ranks have reported that theirs are written.
   TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout);
+  // With a directory such as "runs/{step}": how many checkpoints of the series stay, the new one
+  // included. Unset: all.
+  TORCH_ARG(std::optional<int64_t>, keep_last);
 };
 
 struct ZeroOptions {
   // 1: gradients arrive whole, as DistributedDataParallel leaves them. 2: the optimizer averages
   // them over the ranks during the backward pass, and each rank keeps what it owns. `.grad` is then
-  // a tensor without memory: operations on it throw, and say what to call.
+  // a tensor without memory: operations on it throw an error that says what to call instead.
   TORCH_ARG(int, stage) = 1;
   // The default group if null.
   TORCH_ARG(ProcessGroupPtr, process_group);
   TORCH_ARG(Sharding, sharding) = Sharding::kParameter;
   TORCH_ARG(ExchangeKind, exchange) = ExchangeKind::kAuto;
-  // Parameters become views of one flat tensor per dtype and device, which travels in one piece.
+  // Parameters become views of one flat tensor per dtype and device, which is sent in one piece.
   TORCH_ARG(bool, parameters_as_bucket_view) = false;
-  // The update runs inside DistributedDataParallel's backward pass, by a hook of zero_hooks.h;
-  // step() only warns.
+  // A hook of zero_hooks.h runs the update inside DistributedDataParallel's backward pass; step()
+  // only warns.
   TORCH_ARG(bool, overlap_with_ddp) = false;
-  // Buckets of at most this size, 0 for no limit; a bucket is what moves at a time. Unset: no
-  // limit in stage 1, 25 in stage 2.
+  // Maximum size of a bucket, the unit of communication; 0 for no limit. Unset: no limit in stage
+  // 1, 25 in stage 2.
   TORCH_ARG(std::optional<double>, bucket_cap_mb);
-  // Stage 2, ranks on one host: one copy of the parameters for all of them. On the condition that
-  // no rank changes parameters by itself, and that none reads them while another is in step().
+  // Stage 2, ranks on one host: all of them share one copy of the parameters. REQUIRES: no rank
+  // changes parameters by itself, and none reads them while another is in step().
   TORCH_ARG(bool, share_parameters) = false;
-  // Stage 2: step() returns while parameters still travel. Call wait() before anything reads them.
+  // Stage 2: step() returns while parameters are still being sent. Call wait() before anything
+  // reads them.
   TORCH_ARG(bool, overlap_forward) = false;
-  // Stage 2: kBFloat16 or kHalf. Wider gradients are rounded to it and travel at half the width;
-  // their owner adds them up in their own dtype.
+  // Stage 2: the module that the parameters belong to. Its other parameters and its buffers start
+  // as rank 0's, and errors and checkpoints call the parameters by its names. Null: keeping buffers
+  // the same is up to the user.
+  TORCH_ARG(std::shared_ptr<torch::nn::Module>, module);
+  // step() makes the module's buffers rank 0's, as DistributedDataParallel does before the next
+  // forward.
+  TORCH_ARG(bool, broadcast_buffers) = true;
+  // Stage 2: kBFloat16 or kHalf. Wider gradients are rounded to it and sent at half the width;
+  // their owner sums them in their own dtype.
   TORCH_ARG(std::optional<at::ScalarType>, gradient_dtype);
-  // Says that an optimizer of the user's own is element-wise: its update of an element depends on
-  // nothing but that element's gradient and state. Sharding by element takes no other.
+  // kFloat: each rank keeps float32 copies, masters, of what it owns of bfloat16 and float16
+  // parameters. The local optimizer updates these, the gradients are summed in float32 (in stage 1,
+  // as DDP left them), and the rounded result is what travels. A parameter that is changed in place
+  // takes its master along; changes through `.data` are not seen. Masters are part of the state,
+  // as "master_param".
+  TORCH_ARG(std::optional<at::ScalarType>, master_dtype);
+  // By parameter: what the update of a parameter costs, instead of its number of elements or, for
+  // Muon, the operations of its iterations. The ranks divide the total evenly.
+  TORCH_ARG(std::function<double(const at::Tensor&)>, cost);
+  // Declares a user-defined optimizer element-wise: its update of an element depends on nothing but
+  // that element's gradient and state. Sharding by element accepts no other.
   TORCH_ARG(bool, elementwise) = false;
 };
 
@@ -93,15 +117,17 @@ using ParamsAndGradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
-  // Collective. Throws ValueError on every rank if ranks were given different parameters or
-  // options, or if one of them was given something it cannot take. A tensor that comes twice in a
-  // group (tied weights) counts once.
+  // Groups that have options of another type than the constructor's are updated by that type's
+  // optimizer: matrices by Muon, the rest by AdamW. Theirs is by parameter unless the optimizer is
+  // element-wise. Collective. Throws ValueError on every rank if ranks were given different
+  // parameters or options, or if one of them was given an invalid argument. A tensor that appears
+  // twice in a group (tied weights) counts once.
   ZeroRedundancyOptimizer(std::vector<torch::optim::OptimizerParamGroup> param_groups,
                           LocalOptimizer local, const ZeroOptions& options = {});
   ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptimizer local,
                           const ZeroOptions& options = {});
-  // Options name the optimizer: AdamOptions, AdamWOptions, SGDOptions, AdagradOptions,
-  // RMSpropOptions.
+  // The type of the options selects the optimizer: AdamOptions, AdamWOptions, SGDOptions,
+  // AdagradOptions, RMSpropOptions, and our MuonOptions.
   template <class OptimizerOptions>
   ZeroRedundancyOptimizer(std::vector<torch::optim::OptimizerParamGroup> param_groups,
                           const OptimizerOptions& optimizer, const ZeroOptions& options = {})
@@ -117,16 +143,16 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // closure's loss. Collective.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Stage 2 as well: forgets the gradients. If a backward pass threw on this rank, it makes up for
-  // what the others wait for.
+  // In stage 2 too, forgets the gradients. If a backward pass threw on this rank, it also sends
+  // what the other ranks wait for.
   void zero_grad(bool set_to_none = true);
 
   // The whole gradient of a parameter of this optimizer; undefined if there is none. Collective in
   // stage 2.
   at::Tensor full_gradient(const at::Tensor& param);
 
-  // Stage 2: while the returned object lives, backward passes add up in `.grad` without talking to
-  // other ranks; the next one behind it takes that along.
+  // Stage 2: during the lifetime of the returned object, backward passes accumulate in `.grad`
+  // without communication; the first one afterwards reduces the sum.
   class SHARDSTEP_API NoSync {
    public:
     explicit NoSync(ShardEngine& engine);
@@ -140,39 +166,47 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*engine_); }
 
-  // Stage 2: scales the gradients down to a norm over all of them of at most max_norm, and returns
-  // what it was, the same on every rank. Collective.
+  // Stage 2: scales the gradients so that their total norm is at most max_norm, and returns the
+  // norm before scaling, the same on every rank. Collective.
   double clip_grad_norm_(double max_norm, double norm_type = 2, bool error_if_nonfinite = false);
   // Stage 2. Collective.
   void clip_grad_value_(double clip_value);
+  // For GradScaler: multiplies all gradients by a factor, and returns whether they were finite, the
+  // same on every rank. Collective in stage 2.
+  bool scale_gradients_(double factor);
 
   // For zero_hooks.h: starts averaging gradients over the ranks, see ShardEngine::reduce_to_owners.
   // REQUIRES: parameters of this optimizer. Collective.
   std::unique_ptr<Pending> reduce_to_owners(const ParamsAndGradients& gradients, int tag);
-  // For zero_hooks.h: updates what this rank owns of these parameters, and starts sending it; other
-  // parameters than the optimizer's are passed over. REQUIRES: overlap_with_ddp. Collective, with
-  // the same parameters and tag on every rank; updates with different tags may come in any order.
+  // For zero_hooks.h: updates what this rank owns of these parameters, and starts sending it;
+  // parameters that do not belong to the optimizer are ignored. REQUIRES: overlap_with_ddp.
+  // Collective, with the same parameters and tag on every rank; updates with different tags may
+  // come in any order.
   void update(const ParamsAndGradients& gradients, int tag);
-  // Returns when the parameters have arrived on this rank that update() sent, or step() with
-  // overlap_forward. Notices groups added through the base class. Collective.
+  // For zero_hooks.h: after the last update() of an iteration. If an update has thrown, wait()
+  // throws on every rank. Collective; does not wait.
+  void end_updates();
+  // Returns when the parameters that update() sent, or step() with overlap_forward, have arrived on
+  // this rank. Notices groups added through the base class. Collective.
   void wait();
 
   // Collective. A group added through the base class is noticed at the next collective call.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  // Gathers the state of all ranks on rank `to`, which gets it back; the others get nothing.
+  // Gathers the state of all ranks on rank `to` and returns it there; the other ranks get nothing.
   // It stays available through state_dict() until the next step. Collective.
   std::optional<StateDict> consolidate_state_dict(int to = 0);
-  // What was consolidated here; without that only as long as no rank has any state. Throws
-  // RuntimeError elsewhere.
+  // The state that was consolidated on this rank, or that of an optimizer without any state yet.
+  // Throws RuntimeError otherwise.
   StateDict state_dict() const;
-  // Takes a state dict of a plain optimizer, or one consolidated at any world size; this rank keeps
-  // its share. Throws ValueError that names what does not fit, and has changed nothing.
+  // Loads a state dict of a plain optimizer, or one consolidated at any world size; this rank keeps
+  // its share. If the dict does not fit, throws a ValueError that says why, and changes nothing.
   void load_state_dict(const StateDict& dict);
 
-  // Writes a checkpoint (checkpoint.h): each rank what it owns. What was in the directory before
-  // stays until the new one is complete, also if this fails. Waits for the last save first.
-  // Collective.
+  // Writes a checkpoint (checkpoint.h); each rank writes what it owns. An existing checkpoint in
+  // the directory stays until the new one is complete, also if this fails. Waits for the previous
+  // save first. In "runs/{step}", or "runs/{step:06d}", `{step}` stands for that value of `extra`;
+  // the link runs/latest then points at the last complete checkpoint. Collective.
   void save_checkpoint(const std::string& directory, const CheckpointOptions& options = {});
   // Returns when the last save is complete, or throws what went wrong on any rank. Collective.
   void wait_checkpoint();
@@ -180,31 +214,35 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // How many bytes of the shards the last load_checkpoint read on this rank.
   int64_t checkpoint_bytes_read() const;
   // Loads a checkpoint of any world size and sharding; each rank reads what it needs. Returns what
-  // was saved as `extra`. Throws ValueError that names what does not fit or is damaged, on every
-  // rank, and has changed nothing. Collective.
+  // was saved as `extra`. If something does not fit or is damaged, throws a ValueError that names
+  // it on every rank, and changes nothing. Collective.
   NamedValues load_checkpoint(const std::string& directory, const CheckpointOptions& options = {});
 
-  // torch::save and torch::load, in the format of the plain torch::optim class. Saving takes what
-  // was consolidated here.
+  // For torch::save and torch::load, in the format of the plain torch::optim class. Saves what was
+  // consolidated on this rank.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  // A rank without inputs makes its share of the others' steps, with the gradients it finds.
+  // A rank without inputs does its share of the others' steps, with the gradients that are present.
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
   at::Device join_device() const override;
   ProcessGroupPtr join_process_group() const override { return process_group(); }
 
-  // Whether this optimizer has the parameter.
+  // Where this rank's time and memory went, and what it has sent, since the last reset_stats().
+  OptimizerStats stats() const;
+  void reset_stats();
+
+  // Whether the parameter belongs to this optimizer.
   bool has(const at::Tensor& param) const {
     return index_of_.count(param.unsafeGetTensorImpl()) > 0;
   }
-  // The local optimizer. Its parameters are what this rank owns.
-  torch::optim::Optimizer& optim() { return *optim_; }
+  // The local optimizer of a param group. Its parameters are what this rank owns.
+  torch::optim::Optimizer& optim(size_t group = 0) { return *member_of(group).optim; }
   const ShardEngine& engine() const { return *engine_; }
   const ProcessGroupPtr& process_group() const;
   int rank() const { return process_group()->getRank(); }
   int world_size() const { return process_group()->getSize(); }
-  // This rank in the group that all processes started in.
+  // This rank in the default group.
   int global_rank() const { return shardstep::global_rank(process_group(), rank()); }
   bool parameters_as_bucket_view() const;
   bool overlap_with_ddp() const;
@@ -213,32 +251,72 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
 
  private:
   using GroupOptions = std::vector<std::unique_ptr<torch::optim::OptimizerOptions>>;
-  // By the local parameter's TensorImpl.
-  using ParamStates =
-      std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>>;
+  // A local optimizer. Groups with options of another type than the constructor's have another.
+  struct Member {
+    LocalOptimizer local;
+    std::unique_ptr<torch::optim::Optimizer> optim;  // null as long as it has no groups
+  };
+  struct GroupPlace {
+    size_t member = 0;
+    size_t position = 0;  // among the member's groups
+  };
+  struct LoadedState {
+    size_t group;
+    void* key;  // the local parameter's TensorImpl
+    std::unique_ptr<torch::optim::OptimizerParamState> state;
+  };
+  using ParamStates = std::vector<LoadedState>;
+  // By parameter, see ShardEngine::load_masters.
+  using Masters = std::map<int64_t, at::Tensor>;
 
   void add_groups(std::vector<torch::optim::OptimizerParamGroup> groups);
+  Member& member_of(size_t group) { return members_[places_[group].member]; }
+  const LocalOptimizer& local_of(size_t group) const {
+    return members_[places_[group].member].local;
+  }
+  torch::optim::OptimizerParamGroup& local_group(size_t group) {
+    return member_of(group).optim->param_groups()[places_[group].position];
+  }
+  // The member whose options have this type; a new one if there is none yet.
+  size_t member_for(const torch::optim::OptimizerOptions& options);
+  EngineGroup describe_group(size_t group);
+  void make_local_groups(size_t known);
+  at::Tensor step_members(const LossClosure& closure);
+  bool is_known_elementwise_group(size_t group) const;
   void adopt_new_groups(std::exception_ptr error);
   std::vector<ParamGradient> by_index(const ParamsAndGradients& gradients) const;
+  // Once in a step: ranks that have joined make their share of it from here on.
+  void announce();
   // The update of what this rank owns, in step().
   at::Tensor update_own(const LossClosure& closure);
+  void take_gradients(bool first_in_step);
+  // Makes them rank 0's.
+  void broadcast(std::vector<at::Tensor> tensors);
   void push_options();
   void pull_options();
   std::map<int64_t, NamedValues> read_local_state() const;
   bool has_state_from_the_start() const;
   StateDict whole_state_dict(const std::map<int64_t, std::vector<StateValue>>& state) const;
   // Makes these the options and the whole state.
-  void take(const GroupOptions& options, ParamStates& states);
+  void take(const GroupOptions& options, ParamStates& states, const Masters& masters);
+  // Turns what was loaded for a local parameter into the local optimizer's state and a master.
+  void add_state(size_t group, const LocalParam& param, NamedValues values, ParamStates& states,
+                 Masters& masters) const;
   std::unique_ptr<torch::optim::Optimizer> make_plain() const;
 
-  LocalOptimizer local_;
   std::unique_ptr<ShardEngine> engine_;
   std::unique_ptr<Checkpointer> checkpointer_;
-  std::unique_ptr<torch::optim::Optimizer> optim_;
+  std::shared_ptr<torch::nn::Module> module_;
+  bool broadcast_buffers_;
+  std::vector<Member> members_;                    // the first is the constructor's
+  std::vector<GroupPlace> places_;                 // by param group
+  int64_t sent_before_ = 0, received_before_ = 0;  // bytes, at the last reset_stats()
   std::optional<StateDict> consolidated_;
-  bool may_have_state_ = false;  // on any rank, besides what local optimizers are made with
+  bool announced_ = false;
+  bool may_have_state_ = false;  // on any rank, besides the state that optimizers start with
   std::unordered_map<const void*, int64_t> index_of_;  // by the parameter's TensorImpl
   std::vector<std::unique_ptr<Pending>> arriving_;     // what update() sent
+  std::exception_ptr update_error_;                    // what the first update() to fail threw
 };
 
 }  // namespace shardstep

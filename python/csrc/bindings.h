@@ -1,6 +1,6 @@
 #pragma once
 
-// What makes up the extension module `shardstep._C`.
+// The parts of the extension module `shardstep._C`.
 
 #include <torch/csrc/utils/pybind.h>
 

@@ -1,5 +1,5 @@
-// Checkpoint, CheckpointWriter and Checkpointer for Python. Whatever reads, writes or waits
-// releases the GIL.
+// Checkpoint, CheckpointWriter and Checkpointer for Python. Calls that read, write or wait release
+// the GIL.
 
 #include "shardstep/checkpoint.h"
 
@@ -27,7 +27,7 @@ const char* sharding_name(Sharding sharding) {
   return sharding == Sharding::kElement ? "element" : "parameter";
 }
 
-// {"params": [...], **options}, as state_dict() has it.
+// From {"params": [...], **options}, as in a state_dict().
 std::vector<StateDict::ParamGroup> groups_from_python(const py::list& groups) {
   std::vector<StateDict::ParamGroup> result;
   for (auto group : groups) {
@@ -142,6 +142,7 @@ void bind_reader(py::module_& module) {
                                return to_python(index(c).module_values);
                              }))
       .def_property_readonly("tensors", [=](const Checkpoint& c) { return index(c).tensors; })
+      .def("module_names", &Checkpoint::module_names)
       .def_property_readonly("extra", wrap_pybind_function([=](const Checkpoint& c) {
                                return value_to_python(index(c).extra);
                              }))
@@ -169,8 +170,8 @@ using DeclaredTensors = std::map<std::string, std::tuple<py::object, std::vector
 using DeclaredParameters =
     std::vector<std::tuple<std::optional<std::string>, std::vector<int64_t>, py::object>>;
 
-// `state` and `values` as Checkpoint has them; tensors as (dtype, shape), parameters as (name,
-// shape, dtype).
+// `state` and `values` as in Checkpoint; tensors as (dtype, shape), parameters as (name, shape,
+// dtype).
 std::unique_ptr<CheckpointWriter> make_writer(
     const std::string& directory, const DeclaredTensors& tensors, const py::list& param_groups,
     const DeclaredParameters& parameters, const std::map<int64_t, std::vector<std::string>>& state,
@@ -255,7 +256,7 @@ void save(Checkpointer& checkpointer, const std::string& directory, const py::di
           const PyModule& module, const py::dict& module_values,
           const std::map<std::string, at::Tensor>& rng, const py::object& extra, bool background,
           const py::object& progress, std::optional<double> timeout,
-          const std::optional<std::string>& failed) {
+          std::optional<int64_t> keep_last, const std::optional<std::string>& failed) {
   CheckpointContent content;
   auto error = error_of(failed);
   if (!error) {
@@ -277,14 +278,16 @@ void save(Checkpointer& checkpointer, const std::string& directory, const py::di
   if (timeout) {
     options.timeout = std::chrono::milliseconds(static_cast<int64_t>(*timeout * 1000));
   }
+  options.keep_last = keep_last;
   const py::gil_scoped_release no_gil;
   checkpointer.save(directory, std::move(content), options, error);
 }
 
 py::dict load(Checkpointer& checkpointer, const std::string& directory,
-              const py::list& param_groups, const py::dict& defaults,
+              const py::list& param_groups, const std::vector<py::dict>& defaults,
               const std::vector<std::string>& names, const PyModule& module,
-              const std::vector<std::string>& module_values, bool known_elementwise,
+              const std::vector<std::string>& module_values,
+              const std::vector<bool>& known_elementwise,
               const std::optional<std::string>& failed) {
   CheckpointTarget target;
   auto error = error_of(failed);
@@ -292,10 +295,13 @@ py::dict load(Checkpointer& checkpointer, const std::string& directory,
     try {
       target = {.param_groups = groups_from_python(param_groups),
                 .names = names,
-                .defaults = values_from_python(defaults, "the optimizer's defaults"),
+                .defaults = {},
                 .known_elementwise = known_elementwise,
                 .module = module_of(module),
                 .module_values = module_values};
+      for (const auto& values : defaults) {
+        target.defaults.push_back(values_from_python(values, "the optimizer's defaults"));
+      }
     } catch (...) {
       error = std::current_exception();
     }
@@ -307,6 +313,7 @@ py::dict load(Checkpointer& checkpointer, const std::string& directory,
   }
   py::dict result;
   result["state"] = state_to_python(loaded.state);
+  result["has_masters"] = loaded.has_masters;
   result["param_groups"] = groups_to_python(loaded.param_groups);
   result["module"] = loaded.module;
   result["module_values"] = to_python(loaded.module_values);
@@ -321,7 +328,7 @@ void bind_checkpointer(py::module_& module) {
       .def("save", wrap_pybind_function(save), py::arg("directory"), py::kw_only(),
            py::arg("state"), py::arg("param_groups"), py::arg("names"), py::arg("module"),
            py::arg("module_values"), py::arg("rng"), py::arg("extra"), py::arg("background"),
-           py::arg("progress"), py::arg("timeout"), py::arg("error"))
+           py::arg("progress"), py::arg("timeout"), py::arg("keep_last"), py::arg("error"))
       .def("wait", wrap_pybind_function_no_gil([](Checkpointer& c) { c.wait(); }))
       .def("finish", wrap_pybind_function_no_gil([](Checkpointer& c) { return c.finish(); }))
       .def_property_readonly("bytes_read", &Checkpointer::bytes_read)

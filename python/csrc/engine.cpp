@@ -1,6 +1,7 @@
-// ShardEngine for Python. Every call that may wait releases the GIL; C++ errors and warnings arrive
-// as Python's.
+// ShardEngine for Python. Every call that may wait releases the GIL; C++ errors and warnings become
+// Python's.
 
+#include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings.h"
@@ -28,22 +29,28 @@ Value choose(const char* what, const Choices<Value>& choices, const std::string&
                     "'");
 }
 
+Sharding sharding_named(const std::string& name) {
+  return choose<Sharding>(
+      "sharding", {{"parameter", Sharding::kParameter}, {"element", Sharding::kElement}}, name);
+}
+
 EngineOptions options_of(std::optional<Stage2Options> stage2, const std::string& sharding,
                          const std::string& exchange, bool flat,
-                         std::optional<double> bucket_cap_mb, bool overlap) {
+                         std::optional<double> bucket_cap_mb, bool overlap,
+                         std::optional<at::ScalarType> master_dtype) {
   return {.stage2 = stage2,
-          .sharding = choose<Sharding>(
-              "sharding", {{"parameter", Sharding::kParameter}, {"element", Sharding::kElement}},
-              sharding),
+          .sharding = sharding_named(sharding),
           .storage = flat ? BucketStorage::kFlat : BucketStorage::kInPlace,
           .exchange = choose<ExchangeKind>("exchange",
                                            {{"auto", ExchangeKind::kAuto},
                                             {"native", ExchangeKind::kNative},
                                             {"pairwise", ExchangeKind::kPairwise},
-                                            {"shared_memory", ExchangeKind::kSharedMemory}},
+                                            {"shared_memory", ExchangeKind::kSharedMemory},
+                                            {"hierarchical", ExchangeKind::kHierarchical}},
                                            exchange),
           .bucket_cap_mb = bucket_cap_mb,
-          .overlap = overlap};
+          .overlap = overlap,
+          .master_dtype = master_dtype};
 }
 
 using PyValue = std::variant<at::Tensor, py::bytes>;
@@ -87,7 +94,7 @@ std::vector<ParamGradient> gradients_of(const PyGradients& pairs) {
   return gradients;
 }
 
-// One tensor a rank; nothing for a bucket whose parameters stay where they are.
+// One tensor per rank; none for a bucket whose parameters stay where they are.
 std::vector<std::vector<at::Tensor>> flat_buckets(const ShardEngine& engine) {
   std::vector<std::vector<at::Tensor>> buckets;
   for (const auto& bucket : engine.buckets()) {
@@ -100,16 +107,76 @@ std::vector<std::vector<at::Tensor>> flat_buckets(const ShardEngine& engine) {
   return buckets;
 }
 
-void add_groups(ShardEngine& engine,
-                const std::vector<std::pair<std::vector<at::Tensor>, std::string>>& groups,
-                const std::optional<std::string>& error) {
+void add_groups(
+    ShardEngine& engine,
+    const std::vector<std::tuple<std::vector<at::Tensor>, std::string, std::vector<std::string>,
+                                 std::vector<double>, int64_t, std::string>>& groups,
+    const std::optional<std::string>& error) {
   std::vector<EngineGroup> engine_groups;
-  for (const auto& [params, description] : groups) engine_groups.push_back({params, description});
+  for (const auto& [params, description, names, costs, cost_pool, sharding] : groups) {
+    engine_groups.push_back(
+        {params, description, names, costs, cost_pool, sharding_named(sharding)});
+  }
   engine.add_groups(engine_groups,
                     error ? std::make_exception_ptr(std::runtime_error(*error)) : nullptr);
 }
 
-// pybind11 calls nothing on null, so a group of one gets a None here.
+// Parameters as (elements, bytes of an element, kind). Returns what each rank owns, as (parameter,
+// elements), and the bytes of each bucket. Needs no process group.
+using RankShares = std::vector<std::pair<int64_t, int64_t>>;
+std::pair<std::vector<RankShares>, std::vector<int64_t>> partition(
+    const std::string& sharding, int world_size, int64_t bucket_cap_bytes,
+    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& params) {
+  std::vector<ParamSpec> specs;
+  for (const auto& [numel, element_size, kind] : params) {
+    specs.push_back({.numel = numel, .element_size = element_size, .kind = kind});
+  }
+  Partition parts(sharding_named(sharding), world_size, bucket_cap_bytes);
+  parts.add_groups({specs});
+  std::vector<RankShares> shares(world_size);
+  for (int rank = 0; rank < world_size; ++rank) {
+    for (const auto& slice : parts.owned(rank, 0)) {
+      shares[rank].emplace_back(slice.param, slice.elements.size());
+    }
+  }
+  std::vector<int64_t> bucket_bytes;
+  for (const auto& bucket : parts.buckets()) {
+    bucket_bytes.push_back(bucket.numel() * specs[bucket.slots.front().param].element_size);
+  }
+  return {shares, bucket_bytes};
+}
+
+// By name: how often, and how many seconds.
+std::map<std::string, std::pair<int64_t, double>> phase_times(const ShardEngine& engine) {
+  std::map<std::string, std::pair<int64_t, double>> times;
+  for (size_t p = 0; p < kStepPhases; ++p) {
+    const auto phase = static_cast<StepPhase>(p);
+    const auto [calls, time] = engine.phase_times()[phase];
+    times[phase_name(phase)] = {calls, std::chrono::duration<double>(time).count()};
+  }
+  return times;
+}
+
+// A context in which Python runs the local optimizer.
+struct UpdateTimer {
+  std::shared_ptr<ShardEngine> engine;
+  std::optional<PhaseTimer> timer;
+};
+
+void bind_update_timer(py::module_& module) {
+  py::class_<UpdateTimer>(module, "UpdateTimer")
+      .def(py::init([](std::shared_ptr<ShardEngine> engine) {
+             return std::make_unique<UpdateTimer>(std::move(engine), std::nullopt);
+           }),
+           py::arg("engine"))
+      .def("__enter__",
+           [](UpdateTimer& self) {
+             self.timer.emplace(self.engine->phase_times(), StepPhase::kUpdate);
+           })
+      .def("__exit__", [](UpdateTimer& self, const py::args&) { self.timer.reset(); });
+}
+
+// As a shared_ptr, null becomes None in a group of one.
 std::shared_ptr<Pending> after_partial_step(ShardEngine& engine, const PyGradients& gradients,
                                             int tag) {
   return engine.after_partial_step(gradients_of(gradients), tag);
@@ -167,6 +234,14 @@ std::optional<at::Tensor> defined(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
+using PyMasters = std::map<int64_t, std::optional<at::Tensor>>;
+
+std::map<int64_t, at::Tensor> masters_of(const PyMasters& given) {
+  std::map<int64_t, at::Tensor> masters;
+  for (const auto& [index, tensor] : given) masters.emplace(index, tensor.value_or(at::Tensor()));
+  return masters;
+}
+
 void bind_gradients(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   using Params = std::vector<int64_t>;
@@ -193,9 +268,10 @@ void bind_gradients(py::module_& module) {
       .def("clamp", wrap_pybind_function_no_gil(
                         [](ShardedGradients& gradients, const Params& params, Limit min,
                            Limit max) { gradients.clamp(params, min, max); }))
-      .def("zero",
-           wrap_pybind_function_no_gil(
-               [](ShardedGradients& gradients, const Params& params) { gradients.zero(params); }));
+      .def("zero", wrap_pybind_function_no_gil(
+                       [](ShardedGradients& gradients, int64_t param) { gradients.zero(param); }))
+      .def("zero_all",
+           wrap_pybind_function_no_gil([](ShardedGradients& gradients) { gradients.zero_all(); }));
 }
 
 }  // namespace
@@ -205,22 +281,26 @@ void bind_engine(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   bind_values(module);
   bind_gradients(module);
+  module.def("partition", wrap_pybind_function_no_gil(partition), py::arg("sharding"),
+             py::arg("world_size"), py::arg("bucket_cap_bytes"), py::arg("params"));
   py::class_<ShardEngine, std::shared_ptr<ShardEngine>>(module, "ShardEngine")
       .def(py::init(wrap_pybind_function(
                [](ProcessGroupPtr group, int stage, const std::string& sharding,
                   const std::string& exchange, bool flat, std::optional<double> bucket_cap_mb,
                   bool overlap, bool share_parameters, bool overlap_forward,
-                  std::optional<at::ScalarType> gradient_dtype) {
+                  std::optional<at::ScalarType> gradient_dtype,
+                  std::optional<at::ScalarType> master_dtype) {
                  const auto stage2 = stage2_options(
                      stage, {share_parameters, overlap_forward, gradient_dtype}, group);
                  return std::make_shared<ShardEngine>(
-                     group, options_of(stage2, sharding, exchange, flat, bucket_cap_mb, overlap));
+                     group, options_of(stage2, sharding, exchange, flat, bucket_cap_mb, overlap,
+                                       master_dtype));
                })),
            py::arg("group"), py::kw_only(), py::arg("stage") = 1, py::arg("sharding") = "parameter",
            py::arg("exchange") = "auto", py::arg("flat") = false,
            py::arg("bucket_cap_mb") = py::none(), py::arg("overlap") = false,
            py::arg("share_parameters") = false, py::arg("overlap_forward") = false,
-           py::arg("gradient_dtype") = py::none())
+           py::arg("gradient_dtype") = py::none(), py::arg("master_dtype") = py::none())
       .def("add_groups", wrap_pybind_function_no_gil(add_groups), py::arg("groups"),
            py::arg("error") = py::none())
       .def("lend_gradients", wrap_pybind_function_no_gil([](ShardEngine& engine, bool has) {
@@ -229,6 +309,28 @@ void bind_engine(py::module_& module) {
       .def("before_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_step(); }))
       .def("fail_step", wrap_pybind_function_no_gil([](ShardEngine& e, const std::string& message) {
              e.fail_step(std::make_exception_ptr(std::runtime_error(message)));
+           }))
+      .def("before_closure",
+           wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_closure(); }))
+      .def("round_masters", wrap_pybind_function_no_gil([](ShardEngine& e) { e.round_masters(); }))
+      .def("has_master", &ShardEngine::has_master)
+      .def("saved_master", wrap_pybind_function([](const ShardEngine& engine, int64_t param) {
+             return defined(engine.saved_master(param));
+           }))
+      .def("load_masters", wrap_pybind_function([](ShardEngine& engine, const PyMasters& masters) {
+             engine.load_masters(masters_of(masters));
+           }))
+      .def("widen_params", wrap_pybind_function([](ShardEngine& engine, const PyMasters& masters) {
+             engine.widen_params(masters_of(masters));
+           }))
+      .def("widen_own_params",
+           wrap_pybind_function_no_gil([](ShardEngine& engine, const PyMasters& masters) {
+             engine.widen_own_params(masters_of(masters));
+           }))
+      .def("end_partial_steps",
+           wrap_pybind_function_no_gil([](ShardEngine& e, const std::optional<std::string>& error) {
+             e.end_partial_steps(error ? std::make_exception_ptr(std::runtime_error(*error))
+                                       : nullptr);
            }))
       .def("after_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.after_step(); }))
       .def("wait", wrap_pybind_function_no_gil([](ShardEngine& e) { e.wait(); }))
@@ -239,9 +341,11 @@ void bind_engine(py::module_& module) {
            wrap_pybind_function_no_gil([](ShardEngine& engine, const PyGradients& gradients) {
              engine.before_partial_step(gradients_of(gradients));
            }))
-      // What is under way goes on using the engine's exchange.
+      // What is under way still uses the engine's exchange.
       .def("after_partial_step", wrap_pybind_function_no_gil(after_partial_step),
            py::keep_alive<0, 1>())
+      .def("set_announce", &ShardEngine::set_announce)
+      .def("set_joined", &ShardEngine::set_joined)
       .def("drop_sums", wrap_pybind_function_no_gil([](ShardEngine& e) { e.drop_sums(); }))
       .def_property_readonly("gradients", &ShardEngine::gradients,
                              py::return_value_policy::reference_internal)
@@ -286,11 +390,15 @@ void bind_engine(py::module_& module) {
       .def("owned_elements", [](const ShardEngine& engine,
                                 int rank) { return engine.partition().owned_elements(rank); })
       .def("flat_buckets", flat_buckets)
-      .def("give_up", wrap_pybind_function_no_gil(
-                          [](ShardEngine& engine, const std::string& why) { engine.give_up(why); }))
+      .def("phase_times", phase_times)
+      .def("reset_phase_times", [](const ShardEngine& e) { e.phase_times().reset(); })
+      .def_property_readonly("gradient_bytes", &ShardEngine::gradient_bytes)
+      .def_property_readonly("bucket_count",
+                             [](const ShardEngine& e) { return e.buckets().size(); })
       .def_property_readonly("traffic", &ShardEngine::traffic)
       .def_property_readonly("exchange", &ShardEngine::exchange_name)
       .def_property_readonly("any_order", &ShardEngine::any_order);
+  bind_update_timer(module);
 }
 
 }  // namespace shardstep::python

@@ -10,7 +10,7 @@
 namespace shardstep::python {
 namespace {
 
-// The future is Python's: it is touched, and let go of, with the GIL held.
+// The future is a Python object, so it is used and released with the GIL held.
 BucketReduction reduction_of(const py::object& future) {
   const std::shared_ptr<py::object> shared(new py::object(future), [](py::object* object) {
     const py::gil_scoped_acquire gil;
@@ -33,8 +33,9 @@ BucketReduction reduction_of(const py::object& future) {
 void bind_overlapped_step(py::module_& module) {
   using Update = std::function<void(const OverlappedUpdate::Gradients&, int)>;
   py::class_<OverlappedStep, std::shared_ptr<OverlappedStep>>(module, "OverlappedStep")
-      .def(py::init([](Update update, std::function<void()> wait, bool interleaved,
-                       bool static_graph, bool find_unused_parameters, bool any_order) {
+      .def(py::init([](Update update, std::function<void()> end, std::function<void()> wait,
+                       bool interleaved, bool static_graph, bool find_unused_parameters,
+                       bool any_order) {
              return std::make_shared<OverlappedStep>(
                  OverlappedStepOptions{
                      .update = interleaved ? UpdateWhen::kEachBucket : UpdateWhen::kLastBucket,
@@ -42,10 +43,11 @@ void bind_overlapped_step(py::module_& module) {
                      .static_graph = static_graph,
                      .find_unused_parameters = find_unused_parameters,
                      .any_order = any_order},
-                 OverlappedUpdate{std::move(update), std::move(wait)});
+                 OverlappedUpdate{std::move(update), std::move(end), std::move(wait)});
            }),
-           py::arg("update"), py::arg("wait"), py::kw_only(), py::arg("interleaved"),
-           py::arg("static_graph"), py::arg("find_unused_parameters"), py::arg("any_order"))
+           py::arg("update"), py::arg("end"), py::arg("wait"), py::kw_only(),
+           py::arg("interleaved"), py::arg("static_graph"), py::arg("find_unused_parameters"),
+           py::arg("any_order"))
       .def("reducing",
            torch::wrap_pybind_function(
                [](OverlappedStep& step, c10d::GradBucket& bucket, const py::object& future) {

@@ -33,7 +33,7 @@ at::Tensor tensor_of(py::handle object, const std::string& what) {
 c10::IValue convert(py::handle object, const std::string& what, int depth) {
   TORCH_CHECK_TYPE(depth < kDeepest, "shardstep: cannot save ", what,
                    ": expected values nested less than ", kDeepest, " deep");
-  // Subclasses (numpy's floats, named tuples, enums) would not come back as what they are.
+  // Subclasses (numpy's floats, named tuples, enums) would not be restored as such.
   const auto* type = Py_TYPE(object.ptr());
   if (object.is_none()) return {};
   if (PyBool_Check(object.ptr())) return object.cast<bool>();
@@ -117,7 +117,8 @@ py::object value_to_python(const c10::IValue& value) {
     return list;
   }
   if (const auto dtype = value_to_dtype(value)) return dtype_object(*dtype);
-  TORCH_CHECK_TYPE(value.isGenericDict(), "shardstep: cannot give Python a ", value.tagKind());
+  TORCH_CHECK_TYPE(value.isGenericDict(), "shardstep: cannot convert to Python a ",
+                   value.tagKind());
   py::dict dict;
   for (const auto& item : value.toGenericDict()) {
     dict[py::str(item.key().toStringRef())] = value_to_python(item.value());

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,19 +11,24 @@ from torch.optim import Optimizer
 
 from shardstep._C import Checkpointer
 from shardstep._checkpoint_content import (
+    ModuleTensors,
     module_tensors,
     modules_with_extra_state,
     parameter_names,
-    rng_states,
-    set_rng_states,
+    with_schedulers,
+    without_schedulers,
 )
+from shardstep._engine_state import EngineValues, from_engine
 from shardstep._errors import telling_every_rank
+from shardstep._generators import rng_states, set_rng_states
+from shardstep._masters import MASTER_KEY, Masters, without_masters
 from shardstep._progress import Progress, saving_progress
+from shardstep._several_optimizers import SeveralOptimizers, keep, members_of
 from shardstep._sharded_optimizer import ShardedOptimizer
 
 
 def finish(checkpointer: Checkpointer) -> None:
-    """Lets a save in the background end, and warns if it failed and nobody has heard of it."""
+    """Waits for a background save, and warns if it failed and no call has reported that."""
     failure = checkpointer.finish()
     if failure is not None:
         warnings.warn(failure, RuntimeWarning, stacklevel=2)
@@ -38,7 +44,7 @@ def _seconds(timeout: timedelta | float | None) -> float | None:
 
 
 class CheckpointMethods(ShardedOptimizer):
-    """save_checkpoint, load_checkpoint and what goes with them."""
+    """save_checkpoint, load_checkpoint and related methods."""
 
     _checkpointer: Checkpointer
 
@@ -48,33 +54,43 @@ class CheckpointMethods(ShardedOptimizer):
         *,
         module: torch.nn.Module | None = None,
         extra: dict[str, Any] | None = None,
-        rng: bool = True,
+        rng: bool | str = True,
+        schedulers: Sequence[Any] = (),
+        keep_last: int | None = None,
         asynchronous: bool = False,
         progress: bool | Progress | None = None,
         timeout: timedelta | float | None = None,
     ) -> None:
-        """Writes a checkpoint: each rank what it owns. Waits for the last save first. Collective.
+        """Writes a checkpoint; each rank writes what it owns. Waits for the previous save first.
 
-        What was in the directory before stays until the new checkpoint is complete, also if this
-        fails; then every rank raises. So it does while another save to the directory, of this
-        program or another, is not complete; the error names its process.
+        An existing checkpoint in the directory stays until the new one is complete. If the save
+        fails, it stays too, and every rank raises. Every rank also raises while another save to
+        the directory, by this program or another, is not complete; the error names its process.
+        Collective.
 
         Args:
-            module: its parameters, buffers and extra state are saved too, and its names name the
-                optimizer's parameters, without those of DistributedDataParallel and torch.compile.
-            extra: small values of your own; rank 0's count. Numbers, strings, bools, None, small
+            directory: in "runs/{step}", or "runs/{step:06d}", `{step}` stands for extra["step"],
+                and the link runs/latest points at the last complete checkpoint.
+            module: its parameters, buffers and extra state are saved too. It also names the
+                optimizer's parameters, without prefixes of DistributedDataParallel and
+                torch.compile; without it, the optimizer's own `module` does.
+            extra: your own small values, saved from rank 0: numbers, strings, bools, None, small
                 tensors, and lists, tuples and dicts of these.
-            rng: saves torch's random generators of each rank.
-            asynchronous: return when this rank's shard is copied; a thread writes it. Nothing that
-                is changed afterwards is in it. What goes wrong is raised by the next
-                save_checkpoint, load_checkpoint or wait_checkpoint, and is a RuntimeWarning if the
-                program ends without one.
-            progress: called by the thread that writes, with bytes written and bytes in all of this
-                rank's shard. True: a bar. None: a bar on rank 0 if it has a terminal, the save
-                takes long and is not asynchronous.
-            timeout: how many seconds rank 0 waits for another rank's file to show in the directory.
-                None: 30 minutes in the background; 3 once all ranks have said that theirs are
-                written, since network file systems show them late.
+            rng: saves each rank's torch random generators; "all": also Python's and NumPy's.
+            schedulers: learning rate schedulers, or anything else with a state_dict() of such
+                small values, saved from rank 0.
+            keep_last: with a directory such as "runs/{step}": how many checkpoints stay, the new
+                one included; the oldest are removed, except while they are read. None: all stay.
+            asynchronous: return as soon as this rank's shard is copied; a background thread writes
+                it. Later changes are not in it. If it fails, the next save_checkpoint,
+                load_checkpoint or wait_checkpoint raises the error; if the program ends without
+                one of these, it is a RuntimeWarning.
+            progress: called by the thread that writes, with the bytes of this rank's shard that
+                are written, and the total. True: a progress bar. None: a bar on rank 0 if it has a
+                terminal and the save takes long and is not asynchronous.
+            timeout: how many seconds rank 0 waits for another rank's file to appear in the
+                directory. None: 30 minutes in the background; 3 once all ranks have reported that
+                theirs are written, since network file systems may show them late.
         """
         content: dict[str, Any] = {
             "state": {},
@@ -85,6 +101,7 @@ class CheckpointMethods(ShardedOptimizer):
             "rng": {},
             "extra": extra,
             "timeout": None,
+            "keep_last": keep_last,
         }
 
         def save(error: str | None) -> None:
@@ -102,21 +119,22 @@ class CheckpointMethods(ShardedOptimizer):
             own, extra_state = self._local_state()
             content["state"] = {**own, **extra_state}
             content["param_groups"] = self._groups_by_index()
-            content["names"] = parameter_names(self._index_of, self.param_groups, module)
+            content["names"] = self._names(module)
             content["module"] = module_tensors(module)
             content["module_values"] = {
                 name: part.get_extra_state()
                 for name, part in modules_with_extra_state(module).items()
             }
             content["timeout"] = _seconds(timeout)
-            content["rng"] = rng_states() if rng else {}
+            content["extra"] = with_schedulers(extra, schedulers)
+            content["rng"] = rng_states(rng)
 
     def wait_checkpoint(self) -> None:
-        """Returns when the last save is complete, or raises what went wrong. Collective."""
+        """Returns when the last save is complete, or raises its error. Collective."""
         self._checkpointer.wait()
 
     def checkpoint_progress(self) -> tuple[int, int]:
-        """Bytes of this rank's shard that are written, and in all."""
+        """The bytes of this rank's shard that are written, and the total."""
         return self._checkpointer.progress()
 
     def load_checkpoint(
@@ -125,16 +143,18 @@ class CheckpointMethods(ShardedOptimizer):
         *,
         module: torch.nn.Module | None = None,
         rng: bool = True,
+        schedulers: Sequence[Any] = (),
     ) -> dict[str, Any]:
         """Loads a checkpoint of any world size and sharding. Returns its `extra`. Collective.
 
-        Each rank reads what it needs, and verifies it. Raises ValueError that names what does not
-        fit or is damaged, on every rank, and has changed nothing then.
+        Each rank reads what it needs, and verifies it. If something does not fit or is damaged,
+        every rank raises a ValueError that names it, and nothing changes.
 
         Args:
             module: its parameters, buffers and extra state are loaded too.
-            rng: loads torch's random generators. At another world size, ranks that were not there
-                keep theirs.
+            rng: loads the random generators that were saved. Ranks that did not exist then keep
+                theirs.
+            schedulers: in the order in which they were saved.
         """
         tensors: list[tuple[str, torch.Tensor, bool]] = []
         extra_states: dict[str, torch.nn.Module] = {}
@@ -146,11 +166,11 @@ class CheckpointMethods(ShardedOptimizer):
             loaded = self._checkpointer.load(
                 os.fspath(directory),
                 param_groups=self._groups_by_index(),
-                defaults=self.optim.defaults,
+                defaults=self._defaults_by_group(),
                 names=names,
                 module=tensors,
                 module_values=list(extra_states),
-                known_elementwise=self._is_known_elementwise,
+                known_elementwise=[settings.is_known_elementwise for settings in self._settings],
                 error=error,
             )
 
@@ -158,14 +178,21 @@ class CheckpointMethods(ShardedOptimizer):
             self._let_parameters_arrive()
             tensors = module_tensors(module)
             extra_states = modules_with_extra_state(module)
-            names = parameter_names(self._index_of, self.param_groups, module)
-        self._take_all_or_nothing(loaded["param_groups"], loaded["state"])
+            names = self._names(module)
+        loaded["extra"], scheduler_states = without_schedulers(
+            loaded["extra"], schedulers, f"{os.fspath(directory)} {self._where()}"
+        )
+        state, masters = without_masters(loaded["state"])
+        self._take_all_or_nothing(loaded["param_groups"], state)
+        self.engine.load_masters(self._with_module_as_masters(masters, tensors, loaded["module"]))
         self._may_have_state = True
         self._sync_param_groups(loaded["param_groups"], self.param_groups)
         self._pull_options()
         with torch.no_grad():
             for (_, tensor, _), value in zip(tensors, loaded["module"], strict=True):
                 tensor.copy_(value)
+        if loaded["has_masters"]:
+            self.engine.widen_own_params(masters)
         for name, part in extra_states.items():
             if name in loaded["module_values"]:
                 part.set_extra_state(loaded["module_values"][name])
@@ -177,34 +204,61 @@ class CheckpointMethods(ShardedOptimizer):
                 )
         if rng:
             set_rng_states(loaded["rng"])
+        for scheduler, state in zip(schedulers, scheduler_states, strict=True):
+            scheduler.load_state_dict(state)
         return loaded["extra"] or {}
 
     def checkpoint_bytes_read(self) -> int:
         """How many bytes of the shards the last load_checkpoint read on this rank."""
         return self._checkpointer.bytes_read
 
+    def _names(self, module: torch.nn.Module | None) -> list[str]:
+        named_by = module if module is not None else self._module
+        return parameter_names(self._index_of, self.param_groups, named_by)
+
+    def _defaults_by_group(self) -> list[dict[str, Any]]:
+        if isinstance(self.optim, SeveralOptimizers):
+            return [self.optim.member_of(g).defaults for g in range(len(self.param_groups))]
+        return [self.optim.defaults] * len(self.param_groups)
+
     def _let_parameters_arrive(self) -> None:
         self._overlap_info.wait_for_broadcasts()
         self.wait()
 
+    def _with_module_as_masters(
+        self, masters: Masters, module: ModuleTensors, saved: list[torch.Tensor]
+    ) -> Masters:
+        """Where a state has no masters, they start from the module's parameters as they were saved,
+        which may have been wider."""
+        # Tensors of a module are listed detached.
+        by_memory = {t.data_ptr(): v for (_, t, _), v in zip(module, saved, strict=True)}
+        whole: dict[int, EngineValues] = {}
+        for param, index in self._index_of.items():
+            value = by_memory.get(param.data_ptr()) if param.numel() > 0 else None
+            if value is not None and masters.get(index) is None and self.engine.has_master(index):
+                whole[index] = [(MASTER_KEY, value)]
+        cut = self.engine.cut_state(whole)
+        return {**masters, **{i: from_engine(values)[MASTER_KEY] for i, values in cut.items()}}
+
     def _take_all_or_nothing(
         self, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]]
     ) -> None:
-        """Every rank takes its share, or all of them keep what they had. Collective."""
-        before = self.optim.state, self.optim.param_groups
+        """Every rank loads its share, or all of them keep what they had. Collective."""
+        restore = keep(self.optim)
         try:
             with telling_every_rank(self._checkpointer.share, self._where()):
                 self._take(groups, state)
                 self._keep_dtypes(state)
         except Exception:
-            self.optim.state, self.optim.param_groups = before
+            restore()
             self.state = self.optim.state
             raise
 
     def _keep_dtypes(self, state: dict[int, dict[str, Any]]) -> None:
-        """Undoes that torch.optim casts all floating state to the dtype of its parameter."""
-        if type(self.optim).load_state_dict is not Optimizer.load_state_dict:
-            return
+        """Reverts torch.optim's cast of all floating-point state to its parameter's dtype."""
+        for member in members_of(self.optim):
+            if type(member).load_state_dict is not Optimizer.load_state_dict:
+                return
         for local in self._local:
             taken = self.optim.state.get(local.tensor, {})
             for key, saved in state.get(local.index, {}).items():

@@ -1,7 +1,7 @@
-"""What of a module, of torch's generators and of param groups goes into a checkpoint, in the form
+"""The parts of a module, of param groups and of schedulers that go into a checkpoint, in the form
 that the engine takes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ ModuleTensors = list[tuple[str, torch.Tensor, bool]]
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    """What a wrapper wraps: DistributedDataParallel, torch.compile. None of other modules."""
+    """The module inside a wrapper (DistributedDataParallel, torch.compile); None if not one."""
     if isinstance(module, (DataParallel, DistributedDataParallel)):
         return module.module  # type: ignore[no-any-return]
     if list(module._modules) == ["_orig_mod"]:
@@ -27,7 +27,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _root(module: nn.Module) -> nn.Module:
-    """The module without wrappers, also those that hold nothing but their `module`."""
+    """The module without wrappers, including wrappers that hold nothing but their `module`."""
     while True:
         module = _unwrapped(module)
         only_wraps = list(module._modules) == ["module"] and not (
@@ -100,7 +100,7 @@ def modules_with_extra_state(module: nn.Module | None) -> dict[str, nn.Module]:
 def parameter_names(
     params: Iterable[torch.Tensor], groups: list[dict[str, Any]], module: nn.Module | None
 ) -> list[str]:
-    """By parameter index, from the module or from groups that were made of named parameters."""
+    """By parameter index, from the module or from groups of named parameters."""
     if module is not None:
         by_param: dict[torch.Tensor, str] = {p: name for name, p in named_parameters(module)}
         return [by_param.get(param, "") for param in params]
@@ -114,16 +114,29 @@ def parameter_names(
     return []
 
 
-def rng_states() -> dict[str, torch.Tensor]:
-    """Of the generators that torch's functions use unless told otherwise."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+_SCHEDULERS = "shardstep.schedulers"  # in `extra`
 
 
-def set_rng_states(states: dict[str, torch.Tensor]) -> None:
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+def with_schedulers(
+    extra: dict[str, Any] | None, schedulers: Sequence[Any]
+) -> dict[str, Any] | None:
+    """`extra` with the state of schedulers."""
+    if not schedulers:
+        return extra
+    if extra is not None and not isinstance(extra, dict):
+        raise TypeError(f"shardstep: expected extra to be a dict, got {type(extra).__name__}")
+    return {**(extra or {}), _SCHEDULERS: [scheduler.state_dict() for scheduler in schedulers]}
+
+
+def without_schedulers(
+    extra: dict[str, Any] | None, schedulers: Sequence[Any], where: str
+) -> tuple[dict[str, Any] | None, list[Any]]:
+    """The user's own part of `extra`, and the states for these schedulers."""
+    rest = dict(extra or {})
+    states = rest.pop(_SCHEDULERS, [])
+    if schedulers and len(schedulers) != len(states):
+        raise ValueError(
+            f"shardstep: expected {len(schedulers)} schedulers in the checkpoint, got "
+            f"{len(states)} in {where}"
+        )
+    return (rest if extra is not None else None), states[: len(schedulers)]

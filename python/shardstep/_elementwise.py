@@ -1,4 +1,4 @@
-"""Which optimizers may run on a part of a parameter. The list of them is the engine's."""
+"""Which optimizers may run on a part of a parameter. The engine has the list of them."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from shardstep._param_groups import name_of, unwrapped
 
 
 def is_known_elementwise(optimizer_class: Any) -> bool:
-    """Whether this is a class of torch's that updates each element on its own.
+    """Whether this is one of torch's classes that update each element on its own.
 
-    A subclass may do anything in its step, so none is known.
+    A subclass may do anything in its step, so subclasses are not known.
     """
     cls, _ = unwrapped(optimizer_class)
     name = name_of(cls)
@@ -27,13 +27,13 @@ def check_optimizer_class(optimizer_class: Any, sharding: str, elementwise: bool
         raise ValueError(
             "shardstep: expected an optimizer that is known to be element-wise when sharding by "
             f"element, got {name_of(cls)}; if its update of an element depends on nothing but that "
-            "element's gradient and state, say elementwise=True; otherwise shard by parameter"
+            "element's gradient and state, pass elementwise=True; otherwise shard by parameter"
         )
 
 
 def refuse_lbfgs(cls: type) -> None:
     raise ValueError(
         "shardstep: expected an optimizer that updates each parameter on its own, got "
-        f"{cls.__name__}: LBFGS's step depends on the gradients of all parameters at once; use it "
+        f"{cls.__name__}, whose step depends on the gradients of all parameters (LBFGS); use it "
         "without ZeroRedundancyOptimizer"
     )

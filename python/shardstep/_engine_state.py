@@ -1,4 +1,4 @@
-"""Optimizer state between the local optimizer's dicts and the engine, which moves it."""
+"""Converts optimizer state between the local optimizer's dicts and the engine, which moves it."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def check_divisible(index: int, values: Mapping[str, Any]) -> None:
-    """Raises TypeError for state of a part of a parameter that cannot be put together again."""
+    """Raises TypeError for state of a slice that cannot be reassembled into a whole."""
     for name, value in values.items():
         if is_plain(value):
             continue
@@ -44,12 +44,12 @@ def check_divisible(index: int, values: Mapping[str, Any]) -> None:
 
 
 def to_engine(values: Mapping[str, Any]) -> EngineValues:
-    """A parameter's state for the engine: dense tensors as they are, all else as bytes."""
+    """A parameter's state for the engine: dense tensors unchanged, everything else as bytes."""
     state: EngineValues = []
     for name, value in values.items():
         if not isinstance(name, str):
             raise TypeError(
-                f"shardstep: expected the optimizer's state under names, got the key {name!r}"
+                f"shardstep: expected strings as keys of the optimizer's state, got {name!r}"
             )
         if is_plain(value):
             state.append((name, value.detach()))

@@ -1,4 +1,4 @@
-"""How errors end, and how one rank's error becomes every rank's."""
+"""How errors end, and how one rank's error is raised on every rank."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,16 +6,16 @@ from typing import Any
 
 
 def where(rank: int, world_size: int) -> str:
-    """The last words of an error: which rank raised it."""
+    """The end of an error message: which rank raised it."""
     return f"(rank {rank} of {world_size})"
 
 
 @contextlib.contextmanager
 def telling_every_rank(tell: Callable[[str | None], Any], where: str) -> Iterator[None]:
-    """Runs its block, then `tell` with what went wrong in it, None if nothing did.
+    """Runs its block, then `tell` with the error that the block raised, or None.
 
-    `tell` is collective and raises on every rank if any rank told it of an error. The rank whose
-    block failed raises its own error, which says where, rather than the account of it.
+    `tell` is collective and raises on every rank if any rank passed it an error. The rank whose
+    block failed raises its own error, with `where`, rather than what `tell` raises.
     """
     error: Exception | None = None
     try:

@@ -1,5 +1,5 @@
-"""Parameters that travel while the next forward begins (`overlap_forward`): whoever reads or writes
-one through its module waits for it."""
+"""Parameters that are still being sent when the next forward begins (`overlap_forward`): code that
+reads or writes one through its module waits for it."""
 
 import copy
 import weakref
@@ -14,12 +14,12 @@ Parameters = dict[str, torch.nn.Parameter | None]
 
 
 class Arrivals:
-    """Which parameters may still be on their way."""
+    """Which parameters may not have arrived yet."""
 
     def __init__(self, index_of: dict[Any, int]) -> None:
         self._index_of = index_of
         self._pending: set[int] = set()
-        # The engine brings the parameters, also if the optimizer is gone by then.
+        # The engine receives the parameters even if the optimizer no longer exists.
         self._engine: ShardEngine | None = None
 
     def expect_all(self, engine: ShardEngine) -> None:
@@ -27,7 +27,7 @@ class Arrivals:
         self._engine = engine
 
     def forget(self) -> None:
-        """They are all there."""
+        """Call when all have arrived."""
         self._pending.clear()
         self._engine = None
 
@@ -42,13 +42,13 @@ class Arrivals:
             self._engine = None
 
     def wait_but_for(self, parameters: set[Any]) -> None:
-        """For those that are none of these."""
+        """Waits for all parameters except these."""
         self.wait_for([p for p in self._index_of if p not in parameters])
 
 
 class WaitingParameters(Parameters):
-    """A module's own parameters by name. torch looks them up here whenever somebody names one,
-    lists them, saves or loads them; a copy is an ordinary dict."""
+    """A module's own parameters by name. torch looks them up here to access, list, save or load
+    them; a copy is an ordinary dict."""
 
     arrivals: Arrivals
 
@@ -74,7 +74,7 @@ class WaitingParameters(Parameters):
         self._wait()
         return super().items()
 
-    def __iter__(self) -> Iterator[str]:  # else dict(this) would not look at the methods above
+    def __iter__(self) -> Iterator[str]:  # else dict(this) would bypass the methods above
         return super().__iter__()
 
     def copy(self) -> Parameters:
@@ -94,7 +94,7 @@ class WaitingParameters(Parameters):
 
 
 class _BeforeForward:
-    """A hook of the root: waits for what no module of it would wait for."""
+    """A hook of the root: waits for the parameters that none of its modules waits for."""
 
     def __init__(self, arrivals: Arrivals | None) -> None:
         # The module outlives the optimizer in many programs.
@@ -106,12 +106,12 @@ class _BeforeForward:
             arrivals.wait_but_for(_watch(root, arrivals))
 
     def __reduce__(self) -> Any:
-        """A copy of the module has parameters that nobody sends."""
+        """A copy of the module has parameters of its own, which no rank sends."""
         return _BeforeForward, (None,)
 
 
 def wait_in(root: torch.nn.Module, arrivals: Arrivals) -> None:
-    """Every module of `root` waits for its parameters when they are looked at.
+    """Makes every module of `root` wait for its parameters when they are accessed.
 
     Parameters that no module of it lists, and those of scripted modules, are waited for before the
     root's forward.

@@ -1,9 +1,9 @@
-"""Stage 2's gradients, of which each rank has the sums of what it owns: clipping, forgetting,
+"""Stage 2's gradients, of which each rank holds the sums of what it owns: clipping, clearing,
 accumulating, and what generic code finds in `.grad`."""
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.algorithms.join import Join
@@ -21,9 +21,9 @@ class GradientMethods(ShardedOptimizer):
     _stage: int
     _has_inputs: bool
     _announced: bool
-    """Whether ranks that have joined know of this step already."""
+    """Whether ranks that have joined have been told of this step."""
     _stand_ins: list[ShardedGradient]
-    """By parameter: what `.grad` is once the gradient is divided among the ranks."""
+    """By parameter: the `.grad` once the gradient is divided among the ranks."""
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -37,7 +37,7 @@ class GradientMethods(ShardedOptimizer):
         self._param_groups = groups
 
     def _make_stand_ins(self) -> None:
-        """Of the parameters that have none yet."""
+        """Makes stand-ins for the parameters that have none yet."""
         if self.engine.gradients is None:
             return
         this = weakref.ref(self)
@@ -47,7 +47,7 @@ class GradientMethods(ShardedOptimizer):
             self.engine.set_stand_in(index, stand_in)
 
     def _take_back_aliases(self) -> None:
-        """`p.grad = p.grad.detach()` and the like leave the gradient as it was."""
+        """Restores the stand-in after `p.grad = p.grad.detach()` and the like."""
         parameters = self._index_to_param
         while (index := self.engine.replaced_gradient) >= 0:
             gradient = parameters[index].grad
@@ -65,8 +65,8 @@ class GradientMethods(ShardedOptimizer):
         return gradients
 
     def _announce(self) -> None:
-        """Once in a step: ranks that have joined make their share of it from here on."""
-        if self._has_inputs and not self._announced:
+        """Once per step: from here on, ranks that have joined do their share of it."""
+        if self._join_config.enable and self._has_inputs and not self._announced:
             self._announced = True
             Join.notify_join_context(self)
 
@@ -77,19 +77,29 @@ class GradientMethods(ShardedOptimizer):
                 return local.begin, local.end
         return 0, 0
 
+    def _sum_dtype(self, index: int) -> torch.dtype:
+        """In which gradients of a parameter are summed."""
+        return torch.float32 if self.engine.has_master(index) else self._index_to_param[index].dtype
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients. After a backward pass that threw, call it on every rank."""
-        super().zero_grad(set_to_none)
+        """Clears the gradients. After a backward pass that raised, call it on every rank."""
         if not self.initialized:
-            return
-        if set_to_none or self.engine.gradients is None:
+            super().zero_grad(set_to_none)
+        elif set_to_none or self.engine.gradients is None:
+            super().zero_grad(set_to_none)
             self.engine.drop_sums()
         else:
-            self.engine.gradients.zero(list(range(len(self._index_of))))
+            for parameter in self._index_of:
+                if parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient):
+                    parameter.grad.zero_()
+            self.engine.gradients.zero_all()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Stage 2: backward passes add up in `.grad`; the next one behind it takes that along."""
+        """Stage 2: accumulates in `.grad` without communication.
+
+        The first backward pass afterwards reduces the sum.
+        """
         before, self.engine.sync = self.engine.sync, False
         try:
             yield
@@ -110,15 +120,21 @@ class GradientMethods(ShardedOptimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Stage 2: scales the gradients down to a norm over all of them of at most max_norm.
+        """Stage 2: scales the gradients so that their total norm is at most max_norm.
 
-        Returns what it was, the same on every rank. Collective.
+        Returns the norm before scaling, the same on every rank. Collective.
         """
         self._announce()
         norm = self.engine.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite)
-        return torch.tensor(norm)
+        return torch.full((), norm, device=next(iter(self._index_of)).device)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Stage 2: clips every element of the gradients. Collective."""
         self._announce()
         self.engine.clip_grad_value(float(clip_value))
+
+
+def announce(optimizer: Callable[[], "GradientMethods | None"]) -> None:
+    """What the engine calls before the first message of a step."""
+    if (this := optimizer()) is not None:
+        this._announce()

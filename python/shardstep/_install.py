@@ -1,4 +1,4 @@
-"""Puts our classes in torch's place, for code that cannot be edited."""
+"""Replaces torch's classes with ours, for code that cannot be edited."""
 
 import importlib
 from typing import Any
@@ -19,9 +19,9 @@ _replaced: dict[tuple[str, str], Any] = {}
 
 
 def install() -> None:
-    """From here on torch's names for ZeroRedundancyOptimizer and its hooks mean ours.
+    """Makes torch's names for ZeroRedundancyOptimizer and its hooks refer to ours from here on.
 
-    Names that other modules have imported before keep their meaning.
+    Names that other modules have already imported do not change.
     """
     for module_name, name, ours in _OURS:
         module = importlib.import_module(module_name)

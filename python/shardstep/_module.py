@@ -1,5 +1,5 @@
-"""The module that the parameters are of (`module=`): what of it the optimizer keeps the same on all
-ranks besides the parameters that it trains."""
+"""The module that the parameters belong to (`module=`), whose buffers and other parameters the
+optimizer keeps the same on all ranks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,15 +13,15 @@ _PIECE_BYTES = 250 * 1024 * 1024
 def module_to_follow(
     module: torch.nn.Module | None, overlap_forward: bool | torch.nn.Module, stage: int
 ) -> torch.nn.Module | None:
-    """What the two arguments name together. Raises TypeError or ValueError if they do not fit."""
+    """The module that the arguments name. Raises TypeError or ValueError if they do not fit."""
     if isinstance(overlap_forward, torch.nn.Module):
         if module is not None and module is not overlap_forward:
             raise ValueError(
-                "shardstep: expected one module, got another as overlap_forward than as module"
+                "shardstep: expected one module, got different ones as overlap_forward and module"
             )
         module = overlap_forward
     elif overlap_forward and module is None:
-        raise ValueError("shardstep: expected module= with overlap_forward=True, got none")
+        raise ValueError("shardstep: expected a module with overlap_forward=True, got none")
     if module is not None and not isinstance(module, torch.nn.Module):
         raise TypeError(f"shardstep: expected module to be a Module, got {type(module).__name__}")
     if module is not None and stage != 2:
@@ -30,7 +30,7 @@ def module_to_follow(
 
 
 def describe_module(module: torch.nn.Module | None) -> str:
-    """What ranks compare of it."""
+    """What ranks compare about it."""
     if module is None:
         return ""
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -38,7 +38,7 @@ def describe_module(module: torch.nn.Module | None) -> str:
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: Any) -> None:
-    """Makes the tensors rank 0's. Collective."""
+    """Broadcasts the tensors from rank 0. Collective."""
     some = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
     if some:
         dist._broadcast_coalesced(group, some, _PIECE_BYTES, 0)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the overlap hooks know of DDP's buckets. The names are torch's."""
+"""What the overlap hooks know about DDP's buckets. The names are torch's."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from shardstep._C import Pending
 
 
 class _OverlapStatus(enum.IntEnum):
-    """How far overlapping is set up. Ours needs the first bucket only, whatever DDP rebuilds."""
+    """How far overlapping is set up. Ours needs only the first bucket, whatever DDP rebuilds."""
 
     UNINITIALIZED = 0
     DDP_HAS_REBUILT_BUCKETS = 1
@@ -20,7 +20,7 @@ class _OverlapStatus(enum.IntEnum):
 class _DDPBucketAssignment:
     """The parameters of one DDP bucket that one rank updates, all or in part.
 
-    `offset` is where the first of them stands in the bucket.
+    `offset` is the position of the first of them in the bucket.
     """
 
     def __init__(self, bucket_index: int, parameters: list[torch.Tensor], offset: int) -> None:
@@ -34,7 +34,7 @@ class _DDPBucketAssignment:
 
 
 class _OverlapInfo:
-    """DDP's buckets as they were last seen, and what of this iteration is under way."""
+    """DDP's buckets as last seen, and what is under way in this iteration."""
 
     def __init__(self, world_size: int) -> None:
         self.status = _OverlapStatus.UNINITIALIZED
@@ -68,7 +68,7 @@ class _OverlapInfo:
         rank: int,
         owners: Callable[[torch.Tensor], Sequence[int]],
     ) -> None:
-        """Takes in a bucket that DDP has filled. `owners` gives the ranks that own a parameter."""
+        """Records a bucket that DDP has filled. `owners` returns a parameter's owners."""
         self.status = _OverlapStatus.INITIALIZED
         index, params = bucket.index(), bucket.parameters()
         if index == 0:

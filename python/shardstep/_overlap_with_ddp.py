@@ -10,16 +10,18 @@ from shardstep._sharded_optimizer import ShardedOptimizer
 
 
 class OverlapWithDDP(ShardedOptimizer):
-    """What updates parameters bucket by bucket."""
+    """Updates parameters bucket by bucket."""
 
     _overlap_with_ddp: bool
     _overlapped_steps: list[OverlappedStep]
+    _update_error: Exception | None
 
     def _make_overlapped_step(self, ddp: Any, interleaved: bool) -> OverlappedStep:
-        zero = weakref.proxy(self)  # the step is not seen by the garbage collector
+        zero = weakref.proxy(self)  # the garbage collector cannot see into the step
         step = OverlappedStep(
             lambda gradients, tag: zero._update(gradients, tag),
-            lambda: zero._overlap_info.wait_for_broadcasts(),
+            lambda: zero._end_updates(),
+            lambda: zero._wait_for_updates(),
             interleaved=interleaved,
             static_graph=ddp.static_graph,
             find_unused_parameters=ddp.find_unused_parameters,
@@ -31,14 +33,33 @@ class OverlapWithDDP(ShardedOptimizer):
     def _update(self, params: list[tuple[torch.Tensor, torch.Tensor]], tag: int) -> None:
         """Updates what this rank owns of these parameters, and starts sending it."""
         gradients = [(self._index_of[p], g) for p, g in params if p in self._index_of]
-        self._push_options()
-        self.engine.before_partial_step(gradients)
-        self._may_have_state = True
-        self.optim.step()
-        self._pull_options()
+        try:
+            self._push_options()
+            self.engine.before_partial_step(gradients)
+            self._may_have_state = True
+            self.optim.step()
+            self._pull_options()
+        except Exception as error:
+            if self.world_size == 1:
+                raise
+            # The others wait for the parameters: all ranks raise when these have arrived.
+            self._update_error = self._update_error or error
         pending = self.engine.after_partial_step(gradients, tag)
         if pending is not None:
             self._overlap_info.broadcast_handles.append(pending)
+
+    def _end_updates(self) -> None:
+        """After the last update of an iteration. Collective; does not wait."""
+        error = self._update_error
+        self.engine.end_partial_steps(None if error is None else f"{type(error).__name__}: {error}")
+
+    def _wait_for_updates(self) -> None:
+        """Raises on every rank if an update has, or the parameters are not the same."""
+        self._overlap_info.wait_for_broadcasts()
+        self.engine.wait()
+        error, self._update_error = self._update_error, None
+        if error is not None:
+            raise error
 
     def _arrive(self) -> None:
         for step in self._overlapped_steps:

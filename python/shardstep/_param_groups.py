@@ -1,4 +1,4 @@
-"""What users hand over as `params`, as param groups."""
+"""Parses what users pass as `params` into param groups."""
 
 import functools
 from collections.abc import Collection, Iterable
@@ -12,7 +12,10 @@ ParamGroup = dict[str, Any]
 
 
 def parse_param_groups(params: Any, own_options: Collection[str]) -> list[ParamGroup]:
-    """The groups that `params` stands for. Raises TypeError or ValueError if it stands for none."""
+    """The groups in `params`. Raises TypeError or ValueError if there are none.
+
+    `own_options` are not options of a group.
+    """
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise TypeError(
             "shardstep: expected params to be an iterable of tensors, of named tensors or of param "
@@ -33,7 +36,7 @@ def parse_param_groups(params: Any, own_options: Collection[str]) -> list[ParamG
 
 
 def parse_param_group(group: Any, number: int, own_options: Collection[str]) -> ParamGroup:
-    """A copy of the group that will have this number, with a list of parameters we can take."""
+    """A copy of the group that will have this number, with its parameters checked and in a list."""
     if not isinstance(group, dict):
         raise TypeError(f"shardstep: expected a param group, a dict, got {type(group).__name__}")
     if "params" not in group:
@@ -42,14 +45,16 @@ def parse_param_group(group: Any, number: int, own_options: Collection[str]) -> 
         if key in own_options:
             raise ValueError(
                 "shardstep: expected options of the local optimizer, got "
-                f"'{key}' in param group {number}, where it has no effect; it is an argument of "
-                "ZeroRedundancyOptimizer"
+                f"'{key}' in param group {number}, where it has no effect; pass it to "
+                "ZeroRedundancyOptimizer instead"
             )
     params = group["params"]
     if isinstance(params, torch.Tensor):
         params = [params]
     elif isinstance(params, set):
-        raise TypeError("shardstep: expected the parameters of a group in an order, got a set")
+        raise TypeError(
+            "shardstep: expected the parameters of a group in a fixed order, got a set; pass a list"
+        )
     params = list(params)
     for position, item in enumerate(params):
         _check_parameter(item, position, number)
@@ -76,17 +81,17 @@ def _check_parameter(item: Any, position: int, group: int) -> None:
         raise TypeError(
             f"shardstep: expected parameter {position}{f' ({name})' if name else ''} of param "
             f"group {group} to be a tensor with memory of its own, got {type(tensor).__name__}; "
-            "shard a model either by its tensors or by this optimizer"
+            "shard a model either with such tensors or with this optimizer"
         )
 
 
 def options_of(group: ParamGroup) -> ParamGroup:
-    """All of a group but its parameters."""
+    """A group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def unwrapped(optimizer_class: Any) -> tuple[Any, dict[str, Any]]:
-    """What functools.partial was made of, and the arguments that it adds."""
+    """The callable inside functools.partial, and the arguments that it adds."""
     arguments: dict[str, Any] = {}
     while isinstance(optimizer_class, functools.partial):
         arguments = {**optimizer_class.keywords, **arguments}
@@ -95,20 +100,20 @@ def unwrapped(optimizer_class: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def name_of(optimizer_class: Any) -> str:
-    """Of a class or a function; an object that makes optimizers goes by its class's."""
+    """The name of a class or function; for a callable object, the name of its class."""
     name: str = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
     return name
 
 
 def describe(optimizer_class: Any, group: ParamGroup) -> str:
-    """What ranks compare of a group besides its parameters."""
+    """What ranks compare about a group besides its parameters."""
     cls, arguments = unwrapped(optimizer_class)
     options = sorted({**arguments, **options_of(group)}.items())
     return " ".join([name_of(cls), *(f"{key}={_in_words(value)}" for key, value in options)])
 
 
 def _in_words(value: Any) -> str:
-    """The same on every rank if the value is."""
+    """A description that is the same on every rank if the value is."""
     if isinstance(value, torch.Tensor):
         return f"tensor {value.tolist()}" if value.numel() <= 8 else f"tensor {value.shape}"
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, for what takes longer than a second."""
+"""A progress bar on standard error, for work that takes longer than a second."""
 
 import os
 import sys
@@ -12,11 +12,11 @@ _PATIENCE_SECONDS = 1.0
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    monitor_interval = 0  # no thread that looks after bars that stand still
+    monitor_interval = 0  # no thread that refreshes stalled bars
 
 
 class ProgressBar:
-    """Bytes done, of how many. Only a terminal shows it, unless it is wanted `always`."""
+    """Shows bytes done and in total. Appears only on a terminal, unless `always`."""
 
     def __init__(self, what: str, total: int = 0, always: bool = False) -> None:
         self._bar = _Bar(
@@ -55,7 +55,7 @@ def saving_progress(
     rank: int,
     asynchronous: bool,
 ) -> Progress | None:
-    """What is called with bytes written and bytes in all. None: a bar on rank 0's terminal."""
+    """The function to call with bytes written and in total. None: a bar on rank 0's terminal."""
     if callable(progress):
         return progress
     unwanted = progress is None and (asynchronous or rank != 0 or not sys.stderr.isatty())

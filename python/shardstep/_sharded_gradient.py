@@ -1,10 +1,10 @@
-"""What `p.grad` is in stage 2, when the gradient is divided among the ranks: a tensor without
-memory that answers as the whole gradient would.
+"""The `p.grad` of stage 2, when the gradient is divided among the ranks: a tensor without memory
+that answers as the whole gradient would.
 
-Norms, sums and questions about finiteness are collective: the first of a kind after a change is
-answered for all parameters by one exchange. Ranks that are in step() already answer too, so that
-one rank may ask alone before its step(). Changes in place act on what this rank owns, and must be
-the same on every rank; step() checks that they were.
+Norms, sums and checks for finiteness are collective: the first of a kind after a change is answered
+for all parameters by one exchange. Ranks that are already in step() answer too, so that one rank
+alone may ask before its step(). In-place changes act on what this rank owns, and must be the same
+on every rank; step() checks that they were.
 """
 
 import math
@@ -20,12 +20,14 @@ Handler = Callable[..., Any]
 
 
 class Owner(Protocol):
-    """The optimizer, as a gradient knows it."""
+    """What a gradient needs of its optimizer."""
 
     @property
     def _sharded_gradients(self) -> ShardedGradients: ...
 
     def _own_elements(self, index: int) -> tuple[int, int]: ...
+
+    def _sum_dtype(self, index: int) -> torch.dtype: ...
 
     def _where(self) -> str: ...
 
@@ -65,7 +67,7 @@ class ShardedGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # These are made of others before they would reach __torch_dispatch__.
+        # These are decomposed before they would reach __torch_dispatch__.
         if func in _IS_FINITE and isinstance(args[0], cls):
             return args[0]._derive("is finite", torch.bool)
         if func in _WITHOUT_MEMORY:
@@ -95,8 +97,8 @@ class ShardedGradient(torch.Tensor):
         owner = self._owner()
         if owner is None:
             raise RuntimeError(
-                "shardstep: expected the gradient of an optimizer that is still there, got one of "
-                f"parameter {self._index} whose optimizer is gone"
+                "shardstep: expected the gradient of an optimizer that still exists, got that of "
+                f"parameter {self._index}, whose optimizer no longer exists"
             )
         return owner
 
@@ -113,15 +115,15 @@ class ShardedGradient(torch.Tensor):
     def _refuse(self, name: str) -> Exception:
         owner = self._owner()
         return NotImplementedError(
-            f"shardstep: expected a norm, a sum, a question whether all is finite or a change in "
-            f"place of a gradient that is divided among the ranks (stage 2), got {name} of "
-            f"{'it' if self._kind == 'gradient' else 'its ' + self._kind}; "
-            f"optimizer.full_gradient(p) gives the whole gradient of parameter {self._index} on "
-            f"every rank {owner._where() if owner is not None else ''}".rstrip()
+            f"shardstep: expected a norm, a sum, a check for finiteness or an in-place change of a "
+            f"gradient that is divided among the ranks (stage 2), got {name} of "
+            f"{'it' if self._kind == 'gradient' else 'its ' + self._kind}; call "
+            f"optimizer.full_gradient(p) on every rank for the whole gradient of parameter "
+            f"{self._index} {owner._where() if owner is not None else ''}".rstrip()
         )
 
     def is_alias_of(self, other: "ShardedGradient") -> bool:
-        """Whether both are the gradient of one parameter of one optimizer."""
+        """Whether both are the gradient of the same parameter of the same optimizer."""
         return (
             self._owner() is other._owner()
             and self._index == other._index
@@ -129,13 +131,19 @@ class ShardedGradient(torch.Tensor):
             and self.dtype == other.dtype
         )
 
-    # -- what is known of the whole ----------------------------------------------------------------
+    # -- what is known about the whole gradient ----------------------------------------------------
 
     def _statistic(self, name: str, norm_type: float = 0.0) -> float:
         return self._gradients().statistic(self._index, name, norm_type)
 
     def _norm(self, norm_type: float) -> float:
         return self._statistic("norm", norm_type)
+
+    def _norm_dtype(self) -> torch.dtype:
+        """A norm has the dtype of the sums, which may be wider than the gradient's."""
+        parameter = self._parameter()
+        same = parameter is not None and parameter.dtype == self.dtype
+        return self._zero()._sum_dtype(self._index) if same else self.dtype
 
     def _sum(self) -> float:
         return self._statistic("sum")
@@ -147,7 +155,8 @@ class ShardedGradient(torch.Tensor):
         return 0.0 if self._is_finite() else self._statistic(what)
 
     def _answer(self, value: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.tensor(value, dtype=dtype or self.dtype, device=self.device)
+        # Unlike torch.tensor, this need not wait for a copy to the device.
+        return torch.full((), value, dtype=dtype or self.dtype, device=self.device)
 
 
 def _first_of(cls: type, args: Any) -> Any:
@@ -160,7 +169,7 @@ def _first_of(cls: type, args: Any) -> Any:
 
 
 def _is_plain(gradient: Any) -> bool:
-    """Whether this is the gradient itself, whatever the dtype that it is looked at in."""
+    """Whether this is the gradient itself, in any dtype."""
     return isinstance(gradient, ShardedGradient) and gradient._kind == "gradient"
 
 
@@ -188,7 +197,9 @@ def _vector_norm(
     _whole_of(func, gradient, dim)
     if keepdim or gradient._kind not in ("gradient", "absolute value"):
         raise gradient._refuse("a norm")
-    real = torch.finfo(dtype or gradient.dtype).dtype  # of a complex one, that of its parts
+    real = torch.finfo(
+        dtype or gradient._norm_dtype()
+    ).dtype  # for a complex dtype, that of its parts
     return gradient._answer(gradient._norm(float(ord)), getattr(torch, str(real)))
 
 
@@ -330,7 +341,7 @@ def _itself(func: Any, gradient: ShardedGradient, *_: Any) -> ShardedGradient:
 
 
 def _to_copy(func: Any, gradient: ShardedGradient, **options: Any) -> ShardedGradient:
-    """Another dtype is enough for norms; what changes it in place would not change the gradient."""
+    """A view in another dtype, good for norms; in-place changes of it are refused."""
     device = options.get("device")
     if device is not None and torch.device(device) != gradient.device:
         raise gradient._refuse(f"a copy on {device}")
@@ -362,8 +373,29 @@ def _number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex() or isinstance(value, ShardedGradient):
             return None
-        return float(value)
+        return _last_read.value_of(value)
     return None if isinstance(value, complex) else float(value)
+
+
+class _LastRead:
+    """The number that was last read: clipping scales every gradient by one tensor, and each read
+    of it would wait for the device."""
+
+    def __init__(self) -> None:
+        self._tensor: Callable[[], torch.Tensor | None] = lambda: None
+        self._version = 0
+        self._value = 0.0
+
+    def value_of(self, tensor: torch.Tensor) -> float:
+        if tensor.is_inference():  # it has no version
+            return float(tensor)
+        if self._tensor() is not tensor or self._version != tensor._version:
+            self._value, self._version = float(tensor), tensor._version
+            self._tensor = weakref.ref(tensor)
+        return self._value
+
+
+_last_read = _LastRead()
 
 
 def _scale(func: Any, gradient: Any, other: Any, **options: Any) -> Any:
@@ -429,7 +461,7 @@ def _foreach_clamp(func: Any, gradients: Sequence[Any], limit: Any) -> None:
 
 
 def _zero(func: Any, gradient: ShardedGradient) -> ShardedGradient:
-    _to_change(gradient, "zero_")._gradients().zero([gradient._index])
+    _to_change(gradient, "zero_")._gradients().zero(gradient._index)
     return gradient
 
 
@@ -441,7 +473,7 @@ def _foreach_zero(func: Any, gradients: Sequence[Any]) -> None:
 def _unscale(
     func: Any, gradients: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
-    """What a GradScaler calls: found_inf is the same on every rank."""
+    """Called by a GradScaler. Sets found_inf to the same value on every rank."""
     ours = [g for g in gradients if isinstance(g, ShardedGradient)]
     whole = [g for g in gradients if not isinstance(g, ShardedGradient)]
     if whole:
@@ -459,7 +491,7 @@ def _unscale(
 
 
 def _change(func: Any, gradient: Any, *args: Any, **options: Any) -> Any:
-    """Any operation that changes each element by itself, on the elements that this rank owns."""
+    """Applies any pointwise in-place operation to the elements that this rank owns."""
     name = func.overloadpacket.__name__
     gradient = _to_change(gradient, name)
     sharded = gradient._gradients()
@@ -474,7 +506,7 @@ def _change(func: Any, gradient: Any, *args: Any, **options: Any) -> Any:
 
 
 def _own_part(gradient: ShardedGradient, value: Any, name: str) -> Any:
-    """Of an operand, the elements that belong to what this rank owns of the gradient."""
+    """The elements of an operand that correspond to what this rank owns of the gradient."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, ShardedGradient):

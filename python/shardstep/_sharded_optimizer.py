@@ -1,7 +1,6 @@
 """What the parts of ZeroRedundancyOptimizer share: the engine, the param groups and the local
-optimizer, and how options and state pass between the last two."""
+optimizer, and the transfer of options and state between the last two."""
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -12,48 +11,50 @@ from torch.optim import Optimizer
 from shardstep._C import LocalParam, ShardEngine
 from shardstep._errors import where
 from shardstep._forward_overlap import Arrivals
+from shardstep._group_settings import GroupSettings
+from shardstep._masters import MASTER_KEY
 from shardstep._overlap_info import _OverlapInfo
 from shardstep._param_groups import ParamGroup, options_of
 
 
 class ShardedOptimizer(Optimizer, Joinable):
-    """An optimizer over all parameters around a local one, which has this rank's share of them."""
+    """An optimizer over all parameters that wraps a local one over this rank's share of them."""
 
     optim: Any
     engine: ShardEngine
     process_group: Any
     rank: int
     world_size: int
-    _optimizer_class: Callable[..., Optimizer]
-    _arguments: dict[str, Any]
-    """What the optimizer's class is called with besides the parameters."""
-    _sharding: str
-    _is_known_elementwise: bool
-    """Whether state tensors have the shapes of their parameters, or no axes."""
+    _settings: list[GroupSettings]
+    """Of each group."""
+    _group_of: list[int]
+    """The group of each parameter, by index."""
     _local_by_group: list[list[LocalParam]]
     """What this rank owns, group by group, in the order of the local optimizer's parameters."""
     _index_of: dict[torch.Tensor, int]
     """Parameters are numbered in the order in which their groups list them first."""
+    _module: torch.nn.Module | None
+    """Stage 2: whose names the parameters have, and whose buffers are kept the same."""
     _overlap_info: _OverlapInfo
     _consolidated: dict[Any, dict[str, Any]] | None
-    """State by parameter index, or under other keys of the local optimizer's."""
+    """State by parameter index, or by other keys that the local optimizer uses."""
     _may_have_state: bool
     """Whether any rank may have state that its local optimizer did not start with."""
     _arrivals: Arrivals | None
-    """With overlap_forward: which parameters may still be on their way."""
+    """With overlap_forward: which parameters may not have arrived yet."""
 
     @staticmethod
     def _sync_param_groups(src_param_groups: list[Any], dst_param_groups: list[Any]) -> None:
-        """Copies every key but the parameters."""
+        """Copies every key except the parameters."""
         for src, dst in zip(src_param_groups, dst_param_groups, strict=True):
             dst.update(options_of(src))
 
     def _push_options(self) -> None:
-        """What the user and schedulers have set reaches the local optimizer."""
+        """Copies what the user and schedulers have set to the local optimizer."""
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
 
     def _pull_options(self) -> None:
-        """What the local optimizer has set, or has added, is shown to the user."""
+        """Copies what the local optimizer has set or added to the groups that the user sees."""
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
 
     @property
@@ -66,16 +67,20 @@ class ShardedOptimizer(Optimizer, Joinable):
         return list(chain.from_iterable(self._local_by_group))
 
     def wait(self) -> None:
-        """Returns when the parameters have arrived that step() left travelling."""
+        """Returns when the parameters that step() was still sending have arrived."""
         self.engine.wait()
         if self._arrivals is not None:
             self._arrivals.forget()
+
+    def _by_element(self, index: int) -> bool:
+        """Whether a parameter may belong to several ranks."""
+        return self._settings[self._group_of[index]].sharding == "element"
 
     def _where(self) -> str:
         return where(self.rank, self.world_size)
 
     def _local_state(self) -> tuple[dict[int, dict[str, Any]], dict[Any, Any]]:
-        """The local optimizer's state by parameter index, and what is of no parameter."""
+        """The local state, with masters, by parameter index, and state that belongs to none."""
         local = self._local
         own: dict[int, dict[str, Any]] = {}
         extra: dict[Any, Any] = {}
@@ -84,6 +89,10 @@ class ShardedOptimizer(Optimizer, Joinable):
                 own[local[key].index] = values
             else:
                 extra[key] = values
+        for index in {param.index for param in local}:
+            master = self.engine.saved_master(index)
+            if master is not None:
+                own[index] = {**own.get(index, {}), MASTER_KEY: master}
         return own, extra
 
     def _groups_by_index(self) -> list[ParamGroup]:
@@ -112,7 +121,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         local_groups = []
         for group, local_group in zip(groups, self.optim.param_groups, strict=True):
             last = first + len(local_group["params"])
-            # torch looks for every step counter's parameter in here: a list would take it long.
+            # torch searches this for the parameter of every step counter; in a list that is slow.
             local_groups.append({**group, "params": range(first, last)})
             first = last
         own.update(extra or {})
@@ -121,7 +130,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._consolidated = None
 
     def _finish_loading(self, groups: list[ParamGroup]) -> None:
-        """Brings the options to where the user sees them, and tells who wants to know."""
+        """Shows the options to the user, and calls the hooks for loading."""
         self._sync_param_groups(groups, self.param_groups)
         self._pull_options()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

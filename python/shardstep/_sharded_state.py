@@ -1,8 +1,8 @@
-"""Optimizer state as torch.distributed.checkpoint saves and loads it: every rank its own part.
+"""Optimizer state as torch.distributed.checkpoint saves and loads it, each rank its own part.
 
-A state tensor that has one element for each of its parameter's is a flat tensor in memory order, of
-which each rank has a range, whichever way parameters are sharded. So DCP can load at another world
-size and sharding what was saved at this one.
+A state tensor with one element per element of its parameter becomes a flat tensor in memory order,
+of which each rank has a range, in either sharding. So DCP can load it at a different world size and
+sharding.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardstep._C import LocalParam
+from shardstep._group_settings import GroupSettings
 from shardstep._param_groups import options_of
 from shardstep._tensors import is_plain
 
@@ -37,22 +38,21 @@ class _Part:
 
 
 def _part_of_param(local: LocalParam, param: torch.Tensor, like: torch.Tensor) -> _Part:
-    """What this rank owns of a tensor that has one element for each of the parameter's."""
+    """What this rank owns of a tensor with one element per element of the parameter."""
     numel = (like.numel(),)
     return _Part((param.numel(),), (local.begin,), numel, tuple(like.shape), like.stride())
 
 
 def _all_of(tensor: torch.Tensor) -> _Part:
-    """A tensor with axes of its own. One without any counts as one of one element."""
+    """A tensor with its own axes. A 0-d tensor counts as one of one element."""
     shape = tuple(tensor.shape) or (1,)
     return _Part(shape, (0,) * len(shape), shape, tuple(tensor.shape), tensor.stride())
 
 
 class ShardedState(torch.Tensor):
-    """A state tensor of which this rank has a part, as DCP's planners take it.
+    """A state tensor of which this rank has a part, in the form that DCP's planners need.
 
-    `elements` is None while there is no such state: saved, that says so; to be loaded into, it is
-    made first.
+    `elements` is None while there is no such state. Saving records that; loading creates it first.
     """
 
     part: _Part
@@ -120,13 +120,13 @@ class ShardedState(torch.Tensor):
             device = kwargs.get("device") or state.device
             return ShardedState(state.part, elements, state.dtype, device)
         raise NotImplementedError(
-            "shardstep: expected a sharded state to be used by torch.distributed.checkpoint only, "
+            "shardstep: expected a sharded state to be used only by torch.distributed.checkpoint, "
             f"got {func}"
         )
 
 
 def _is_divided(name: str, tensor: torch.Tensor, owned: torch.Tensor) -> bool:
-    """Whether a state tensor has one element for each that is owned. A step counter never has."""
+    """Whether a state tensor has one element per owned element. A step counter never has."""
     return name != "step" and tensor.shape == owned.shape
 
 
@@ -140,13 +140,13 @@ def _in_order_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """A value that DCP saves and loads as one object, whatever is in it."""
+    """A value that DCP saves and loads as one object, whatever it contains."""
 
     value: Any
 
 
 def _map_leaves(value: Any, name: str, leaf: Callable[[str, Any], Any]) -> Any:
-    """Applies `leaf` to what DCP takes for single values: it looks into dicts and lists."""
+    """Applies `leaf` to what DCP treats as single values: it descends into dicts and lists."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _map_leaves(item, key, leaf) for key, item in value.items()}
     if isinstance(value, list):
@@ -180,7 +180,7 @@ def shard_values(
 
 
 def loaded_values(values: dict[str, Any]) -> dict[str, Any] | None:
-    """What DCP has loaded into shard_values' or templates' dict; None if there was nothing."""
+    """What DCP has loaded into a dict of shard_values or StateTemplates; None if nothing."""
     found = False
 
     def load(_: str, value: Any) -> Any:
@@ -198,19 +198,17 @@ def loaded_values(values: dict[str, Any]) -> dict[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class StateTemplates:
-    """What an optimizer's state will look like, from steps on parameters that are thrown away."""
+    """What an optimizer's state will look like, learned from steps on throw-away parameters."""
 
-    optimizer_class: Any
-    arguments: dict[str, Any]
+    settings: list[GroupSettings]
     groups: list[dict[str, Any]]
-    by_element: bool
     _known: dict[Any, tuple[torch.Tensor, dict[str, Any]]] = dataclasses.field(default_factory=dict)
 
     def names(self, local: LocalParam, group: int) -> set[str]:
         return set(self._after_a_step(local, group)[1])
 
     def values(self, local: LocalParam, param: torch.Tensor, group: int) -> dict[str, Any]:
-        """As shard_values gives them, for state that does not exist yet."""
+        """Like shard_values, for state that does not exist yet."""
         scratch, values = self._after_a_step(local, group)
 
         def shard(name: str, value: Any) -> Any:
@@ -225,15 +223,16 @@ class StateTemplates:
         return sharded
 
     def _after_a_step(self, local: LocalParam, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        # An element-wise optimizer's state of any number of elements looks like that of two.
-        shape = torch.Size((2,)) if self.by_element else local.tensor.shape
+        # An element-wise optimizer's state looks the same for any number of elements as for two.
+        settings = self.settings[group]
+        shape = torch.Size((2,)) if settings.sharding == "element" else local.tensor.shape
         key = (group, shape, local.tensor.dtype, local.tensor.device)
         if key not in self._known:
             options = options_of(self.groups[group])
             scratch = torch.zeros(shape, dtype=local.tensor.dtype, device=local.tensor.device)
             scratch.requires_grad_().grad = torch.zeros_like(scratch)
-            optimizer = self.optimizer_class([{**options, "params": [scratch]}], **self.arguments)
+            optimizer = settings.make([{**options, "params": [scratch]}])
             optimizer.step()
-            # What it keeps and what it tells may differ.
+            # What it keeps may differ from what its state_dict() returns.
             self._known[key] = scratch, dict(optimizer.state_dict()["state"].get(0, {}))
         return self._known[key]

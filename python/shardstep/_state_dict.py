@@ -1,4 +1,4 @@
-"""The state as a plain optimizer's dict: gathered on one rank, and loaded by each for itself."""
+"""The state as a plain optimizer's dict: gathered on one rank, loaded by each rank by itself."""
 
 from itertools import chain
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from shardstep._C import Checkpointer
 from shardstep._engine_state import check_divisible, from_engine, to_engine
 from shardstep._errors import telling_every_rank
+from shardstep._masters import MASTER_KEY, without_masters
 from shardstep._param_groups import ParamGroup, options_of
 from shardstep._sharded_optimizer import ShardedOptimizer
 
@@ -18,16 +19,16 @@ class StateDictMethods(ShardedOptimizer):
     _checkpointer: Checkpointer
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """Gathers the state of all ranks on rank `to`, where state_dict() then gives it.
+        """Gathers the state of all ranks on rank `to`, where state_dict() then returns it.
 
-        Tensors go to `to` alone, a bucket at a time. Returns the dict there, None elsewhere.
-        Collective.
+        Tensors go to `to` alone, one bucket at a time. Returns the dict there, None on the other
+        ranks. Collective.
         """
         with telling_every_rank(self._checkpointer.share, self._where()):
             self._push_options()
             own, extra = self._local_state()
-            if self._sharding == "element":
-                for index, values in own.items():
+            for index, values in own.items():
+                if self._by_element(index):
                     check_divisible(index, values)
             local = {index: to_engine(values) for index, values in own.items()}
         whole = self.engine.gather_state(local, to)
@@ -35,19 +36,19 @@ class StateDictMethods(ShardedOptimizer):
         if self.rank != to:
             return None
         self._consolidated = {index: from_engine(values) for index, values in whole.items()}
-        self._consolidated.update(extra)  # state of no parameter is the same on every rank
+        self._consolidated.update(extra)  # state without a parameter is the same on every rank
         return self._as_plain(self._consolidated)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was last consolidated on this rank, as the plain optimizer would give it.
+        """The state last consolidated on this rank, as the plain optimizer would return it.
 
-        As long as no rank has any state, there is nothing to consolidate.
+        As long as no rank has any state, it need not be consolidated.
         """
         state = self._consolidated
         if state is None:
             if self._may_have_state or self._has_state_from_the_start():
                 raise RuntimeError(
-                    "shardstep: expected a consolidated state, got none on this rank: call "
+                    "shardstep: expected a consolidated state, got none on this rank; call "
                     f"consolidate_state_dict(to={self.rank}) on all ranks before state_dict() "
                     f"{self._where()}"
                 )
@@ -60,10 +61,10 @@ class StateDictMethods(ShardedOptimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a plain optimizer's dict, or one consolidated at any world size.
+        """Loads a plain optimizer's dict, or one consolidated at any world size.
 
-        This rank keeps its share; the caller's dict stays as it is. Raises ValueError that names
-        what does not fit, and has changed nothing then.
+        This rank keeps its share; the caller's dict is not modified. If something does not fit,
+        raises a ValueError that names it and changes nothing.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -90,16 +91,20 @@ class StateDictMethods(ShardedOptimizer):
                 whole[indices[key]] = values
         self._check_shapes(whole)
         cut = self.engine.cut_state({index: to_engine(values) for index, values in whole.items()})
-        own = {index: from_engine(values) for index, values in cut.items()}
+        own, masters = without_masters({i: from_engine(values) for i, values in cut.items()})
         groups = [options_of(group) for group in state_dict["param_groups"]]
         self._take(groups, own, extra)
+        self.engine.load_masters(masters)
+        self.engine.widen_params(
+            {index: values[MASTER_KEY] for index, values in whole.items() if MASTER_KEY in values}
+        )
         self._may_have_state = bool(state_dict["state"])
         self._finish_loading(groups)
 
     def _as_plain(self, state: dict[Any, dict[str, Any]]) -> dict[str, Any]:
         """A plain optimizer's dict over the same groups.
 
-        It calls a parameter by the place where its group lists it last.
+        A parameter's key is the position where its group lists it last.
         """
         places: dict[torch.Tensor, int] = {}
         groups: list[ParamGroup] = []
@@ -117,19 +122,23 @@ class StateDictMethods(ShardedOptimizer):
         }
 
     def _has_state_from_the_start(self) -> bool:
-        """Whether local optimizers are made with state, as Adagrad is."""
+        """Whether local optimizers have state from construction, as Adagrad does."""
         if self.optim.state or self._local:
             return bool(self.optim.state)
-        param = torch.zeros(1, requires_grad=True)  # a rank that owns nothing asks a new one
-        options = options_of(self.param_groups[0])
-        options.pop("param_names", None)
-        return bool(
-            self._optimizer_class([{**options, "params": [param]}], **self._arguments).state
-        )
+        param = torch.zeros(1, requires_grad=True)  # a rank that owns nothing tries a new one
+        for group, settings in zip(self.param_groups, self._settings, strict=True):
+            if not settings.is_known_elementwise:
+                continue  # it may refuse such a parameter
+            options = options_of(group)
+            options.pop("param_names", None)
+            if settings.make([{**options, "params": [param]}]).state:
+                return True
+        return False
 
     def _check_shapes(self, state: dict[int, dict[str, Any]]) -> None:
         for index, values in state.items():
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
                     shape = list(value.shape)
-                    self.engine.check_state_shape(name, shape, index, self._is_known_elementwise)
+                    known = self._settings[self._group_of[index]].is_known_elementwise
+                    self.engine.check_state_shape(name, shape, index, known)

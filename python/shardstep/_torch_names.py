@@ -1,4 +1,4 @@
-"""Private names of torch's class that code in the wild uses."""
+"""Private names of torch's class that existing code uses."""
 
 import torch
 from torch.distributed.optim.utils import functional_optim_map
@@ -9,7 +9,7 @@ from shardstep._sharded_optimizer import ShardedOptimizer
 
 
 class TorchPrivateNames(ShardedOptimizer):
-    """They answer as torch's do, also where our design needs less."""
+    """They behave as torch's do, even where our design does not need them."""
 
     functional_optim_map = functional_optim_map
 
@@ -36,7 +36,8 @@ class TorchPrivateNames(ShardedOptimizer):
         """The param groups of each rank; by element, with the parameters it owns a part of."""
         if params_per_rank is not None:
             raise RuntimeError(
-                "shardstep: expected no params_per_rank: who owns what is fixed at construction "
+                "shardstep: expected no params_per_rank, because ownership is fixed at "
+                "construction, got some "
                 f"{self._where()}"
             )
         params = self._index_to_param
@@ -80,7 +81,7 @@ class TorchPrivateNames(ShardedOptimizer):
         return elements.index(max(elements))
 
     def _init_zero_for_overlap(self) -> None:
-        """All is set up at construction already."""
+        """Everything is set up at construction."""
         self._overlap_info.status = _OverlapStatus.INITIALIZED
 
     def _check_overlap_initialized(self) -> None:

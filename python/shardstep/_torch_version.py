@@ -1,4 +1,4 @@
-"""Refuses a torch that the extension was not built for, before the linker would."""
+"""Refuses a torch that the extension was not built for, before the linker does."""
 
 from pathlib import Path
 
@@ -6,18 +6,24 @@ import torch
 
 
 def check() -> None:
-    """Raises ImportError unless the extension is there and was built for this torch."""
+    """Raises ImportError unless the extension exists and was built for this minor version."""
     try:
         from shardstep import _build_info
     except ImportError:
         raise ImportError(
-            f"shardstep: {Path(__file__).parent} is the source, where nothing is built: "
-            "run `pip install .` in the clone and import shardstep from elsewhere"
+            f"shardstep: {Path(__file__).parent} is the source folder, which has no built "
+            "extension; run `pip install .` in the clone and import shardstep from elsewhere"
         ) from None
-    installed = torch.__version__.partition("+")[0]
-    if installed != _build_info.torch_version:
+    installed, built = _minor(torch.__version__), _minor(_build_info.torch_version)
+    if installed != built:
         raise ImportError(
-            f"shardstep: built for torch {_build_info.torch_version}, got torch {installed} "
-            "installed: reinstall it with "
-            "`pip install --no-cache-dir --force-reinstall --no-deps` from its source"
+            f"shardstep: expected torch {built}, for which it was built, got torch {installed}; "
+            "reinstall shardstep from its source with "
+            "`pip install --no-cache-dir --force-reinstall --no-deps`, or install "
+            f"torch=={built}.*"
         )
+
+
+def _minor(version: str) -> str:
+    """2.13 of 2.13.0+cpu: c10d's classes change with every minor version, and not within one."""
+    return ".".join(version.split(".")[:2])

@@ -1,7 +1,7 @@
-"""Looks into checkpoints, verifies them, and converts them to and from torch.save's files.
+"""Inspects and verifies checkpoints, and converts them to and from files of torch.save.
 
-A checkpoint is the directory that optimizer.save_checkpoint() wrote, at any number of ranks, from
-Python or C++. Nothing here needs a process group, and no more than one tensor is in memory.
+A checkpoint is a directory that optimizer.save_checkpoint() wrote, on any number of ranks, from
+Python or C++. Nothing here needs a process group, and at most one tensor is in memory at a time.
 """
 
 import argparse
@@ -11,42 +11,27 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from shardstep._C import Checkpoint, CheckpointTensor, export_state_dict, import_state_dict
+from shardstep._C import CheckpointTensor, export_state_dict, import_state_dict
 from shardstep._progress import ProgressBar
+from shardstep._text import one_line, run_command, size, table
+from shardstep._weights import Checkpoint, export_weights
 
 __all__ = ["main"]
 
 _EXAMPLES = """
 examples:
   python -m shardstep.checkpoint inspect run/checkpoint          what is in it
-  python -m shardstep.checkpoint inspect run/checkpoint --json   the same, for programs
+  python -m shardstep.checkpoint inspect run/checkpoint --json   the same as JSON
   python -m shardstep.checkpoint verify run/checkpoint           is every byte as it was written?
   python -m shardstep.checkpoint convert run/checkpoint adam.pt  for a plain torch.optim optimizer:
       optimizer.load_state_dict(torch.load("adam.pt", weights_only=True))
   python -m shardstep.checkpoint convert adam.pt run/checkpoint  and back, for any number of ranks:
       optimizer.load_checkpoint("run/checkpoint")
+  python -m shardstep.checkpoint convert run/checkpoint model.safetensors   the weights:
+      model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 
-exit status: 0 all is well, 1 the checkpoint is damaged, 2 it could not be done.
+exit status: 0 success, 1 the checkpoint is damaged, 2 any other error.
 """
-
-
-def _size(count: float) -> str:
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> Iterator[str]:
-    """Aligned columns, those in `right` to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = (
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
 
 
 def _dtype(tensor: CheckpointTensor) -> str:
@@ -58,7 +43,7 @@ def _shape(shape: Sequence[int] | None) -> str:
 
 
 def _simple(value: Any) -> Any:
-    """A value as JSON has it; what JSON has no word for, in Python's."""
+    """A value that JSON can represent; the repr() of one that it cannot."""
     if isinstance(value, (bool, int, str, type(None))):
         return value
     if isinstance(value, float):
@@ -125,33 +110,33 @@ def _lines(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"\nextra: {checkpoint.extra!r}"
 
     rows = [
-        (name, _dtype(tensor), _shape(tensor.shape), str(len(tensor.parts)), _size(tensor.nbytes))
+        (name, _dtype(tensor), _shape(tensor.shape), str(len(tensor.parts)), size(tensor.nbytes))
         for name, tensor in checkpoint.tensors.items()
     ]
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    rows.append((f"{len(rows)} tensors", "", "", "", _size(total)))
+    rows.append((f"{len(rows)} tensors", "", "", "", size(total)))
     yield ""
-    yield from _table(("tensor", "dtype", "shape", "parts", "size"), rows, right={3, 4})
+    yield from table(("tensor", "dtype", "shape", "parts", "size"), rows, right={3, 4})
     if checkpoint.values:
         yield ""
         values = [(name, repr(value)) for name, value in checkpoint.values.items()]
-        yield from _table(("value", ""), values, right=set())
-    files = [(file.name, str(file.rank), _size(file.bytes)) for file in checkpoint.files]
-    files.append((f"{len(files)} files", "", _size(sum(file.bytes for file in checkpoint.files))))
+        yield from table(("value", ""), values, right=set())
+    files = [(file.name, str(file.rank), size(file.bytes)) for file in checkpoint.files]
+    files.append((f"{len(files)} files", "", size(sum(file.bytes for file in checkpoint.files))))
     yield ""
-    yield from _table(("file", "rank", "size"), files, right={1, 2})
+    yield from table(("file", "rank", "size"), files, right={1, 2})
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     if not os.path.exists(os.path.join(arguments.directory, "index.json")):
-        Checkpoint(arguments.directory)  # says what is wrong with that
+        Checkpoint(arguments.directory)  # raises an error that says what is wrong
     damages: list[str] = []
 
     def attempt(check: Callable[[], Any]) -> Any:
         try:
             return check()
         except (ValueError, RuntimeError) as error:
-            if (damage := _one_line(error)) not in damages:  # one file may lack many tensors
+            if (damage := one_line(error)) not in damages:  # many tensors may share a bad file
                 damages.append(damage)
 
     checkpoint = attempt(lambda: Checkpoint(arguments.directory))
@@ -167,43 +152,33 @@ def _verify(arguments: argparse.Namespace) -> int:
     if damages:
         return 1
     count = f"{len(checkpoint.tensors)} tensors in {len(checkpoint.files)} files"
-    print(f"{arguments.directory}: all is well: {count}, {_size(total)}")
+    print(f"{arguments.directory}: all is well: {count}, {size(total)}")
     return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     to_file = os.path.isdir(arguments.source)
+    to_weights = to_file and arguments.target.endswith(".safetensors")
     taken = os.path.lexists(arguments.target) and (
         to_file or not os.path.isdir(arguments.target) or os.listdir(arguments.target)
     )
     if taken and not arguments.force:
-        raise ValueError(f"{arguments.target} is there already; --force replaces it")
-    convert = export_state_dict if to_file else import_state_dict
+        raise ValueError(f"{arguments.target} already exists; use --force to replace it")
+    convert = export_weights if to_weights else export_state_dict if to_file else import_state_dict
+    made = "weights" if to_weights else "a torch.save file" if to_file else "a checkpoint"
     with ProgressBar("converting") as bar:
         convert(arguments.source, arguments.target, bar.show)
-    print(f"{arguments.target}: {'a torch.save file' if to_file else 'a checkpoint'}")
+    print(f"{arguments.target}: {made}")
     return 0
 
 
-def _one_line(error: BaseException) -> str:
-    """What went wrong, without where in C++ it did."""
-    return str(error).splitlines()[0].removeprefix("shardstep: ")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m shardstep.checkpoint",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """inspect, verify and convert."""
     inspect = commands.add_parser(
-        "inspect", help="show tensors, sizes, shards and hyper-parameters; reads the index only"
+        "inspect", help="show tensors, sizes, shards and hyper-parameters; reads only the index"
     )
     inspect.add_argument("directory", metavar="DIR", help="the checkpoint")
-    inspect.add_argument("--json", action="store_true", help="for programs")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
     verify = commands.add_parser("verify", help="compare every byte with its checksum")
@@ -212,27 +187,28 @@ def _parser() -> argparse.ArgumentParser:
 
     convert = commands.add_parser(
         "convert",
-        help="make a torch.save file of a checkpoint, or a checkpoint of such a file",
-        description="Converts the optimizer's state, one tensor in memory at a time. Module "
-        "parameters and random states that a checkpoint may have besides stay behind.",
+        help="convert a checkpoint to weights or to optimizer state, or such state to a checkpoint",
+        description="Converts one tensor in memory at a time. To TARGET.safetensors: the module's "
+        "parameters and buffers, which `safetensors` and Hugging Face's libraries load. To any "
+        "other file, and back: the optimizer's state. Random states are not converted.",
     )
     convert.add_argument(
         "source", metavar="SOURCE", help="a checkpoint, or a file of torch.save(state_dict)"
     )
-    convert.add_argument("target", metavar="TARGET", help="the file or the directory to make")
-    convert.add_argument("--force", action="store_true", help="replace what is there")
+    convert.add_argument("target", metavar="TARGET", help="the file or directory to create")
+    convert.add_argument("--force", action="store_true", help="replace an existing target")
     convert.set_defaults(run=_convert)
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    chosen = parser.parse_args(arguments)
-    try:
-        return chosen.run(chosen)  # type: ignore[no-any-return]
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"{parser.prog}: error: {_one_line(error)}", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        prog="python -m shardstep.checkpoint",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_commands(parser.add_subparsers(metavar="COMMAND", required=True))
+    return run_command(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Communication hooks that run the update inside DistributedDataParallel's backward pass.
 
-The given hook reduces a bucket's gradients, each rank updates what it owns of its parameters, and
-these travel while the backward pass goes on; when backward() returns they have arrived everywhere.
-Every update is made, from the first iteration on.
+The given hook reduces a bucket's gradients, each rank updates what it owns of the bucket's
+parameters, and these are sent while the backward pass continues; when backward() returns, they have
+arrived on every rank. No update is lost, from the first iteration on.
 """
 
 import weakref
@@ -29,9 +29,9 @@ def hook_with_zero_step(
 ) -> Hook:
     """A hook for ddp.register_comm_hook that updates when the last bucket has been reduced.
 
-    Raises ValueError unless `zero` was built with overlap_with_ddp=True. `shard_buckets` is kept
-    for code that sets it: the parameters of a bucket always belong to the ranks that `zero` gave
-    them to.
+    Raises ValueError unless `zero` was built with overlap_with_ddp=True. `shard_buckets` has no
+    effect and exists for code that sets it: `zero` alone decides which ranks own a bucket's
+    parameters.
     """
     return _make_hook(hook, ddp, zero, shard_buckets, interleaved=False)
 

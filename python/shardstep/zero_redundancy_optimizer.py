@@ -1,7 +1,7 @@
 """torch's ZeroRedundancyOptimizer on the C++ engine.
 
-This module makes the local optimizer and runs its steps; who owns what, and how parameters and
-state travel, is the engine's. What else the class can do is in a module for each matter.
+This module creates the local optimizer and runs its steps; the engine decides who owns what, and
+moves parameters and state. The other abilities of the class are in a module each.
 """
 
 import inspect
@@ -17,12 +17,20 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer as _TorchZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from shardstep._C import Checkpointer, ShardEngine
+from shardstep._C import Checkpointer, ShardEngine, UpdateTimer
 from shardstep._checkpoint import CheckpointMethods, finish
-from shardstep._elementwise import check_optimizer_class, is_known_elementwise, refuse_lbfgs
+from shardstep._checkpoint_content import parameter_names
+from shardstep._cost import Cost, costs_of
+from shardstep._elementwise import refuse_lbfgs
 from shardstep._errors import telling_every_rank, where
 from shardstep._forward_overlap import Arrivals, wait_in
-from shardstep._gradients import GradientMethods
+from shardstep._gradients import GradientMethods, announce
+from shardstep._group_settings import (
+    GROUP_KEYS,
+    GroupSettings,
+    default_settings,
+    take_settings,
+)
 from shardstep._module import broadcast, describe_module, module_to_follow
 from shardstep._overlap_info import (  # torch's module has these names too
     _DDPBucketAssignment as _DDPBucketAssignment,
@@ -31,15 +39,17 @@ from shardstep._overlap_info import _OverlapInfo
 from shardstep._overlap_info import _OverlapStatus as _OverlapStatus
 from shardstep._overlap_with_ddp import OverlapWithDDP
 from shardstep._param_groups import ParamGroup, describe, parse_param_group, parse_param_groups
+from shardstep._several_optimizers import SeveralOptimizers, members_of
 from shardstep._sharded_state_dict import ShardedStateDictMethods
 from shardstep._state_dict import StateDictMethods
+from shardstep._stats import StatsMethods
 from shardstep._torch_names import TorchPrivateNames
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
 
 class _ZeROJoinHook(JoinHook):
-    """A rank without inputs makes its share of the others' steps."""
+    """Lets a rank without inputs do its share of the others' steps."""
 
     def __init__(self, zero: "ZeroRedundancyOptimizer") -> None:
         if not isinstance(zero, ZeroRedundancyOptimizer):
@@ -54,10 +64,12 @@ class _ZeROJoinHook(JoinHook):
             self.zero._arrive()  # DDP's own join hook ran the update
             return
         self.zero._has_inputs = False
+        self.zero.engine.set_joined(True)
         try:
             self.zero.step()
         finally:
             self.zero._has_inputs = True
+            self.zero.engine.set_joined(False)
 
 
 class ZeroRedundancyOptimizer(
@@ -66,53 +78,68 @@ class ZeroRedundancyOptimizer(
     ShardedStateDictMethods,
     CheckpointMethods,
     OverlapWithDDP,
+    StatsMethods,
     TorchPrivateNames,
 ):
     """An optimizer whose update and state are divided among the ranks of a group.
 
-    A drop-in for torch.distributed.optim.ZeroRedundancyOptimizer. Collective: construction,
-    add_param_group, step, consolidate_state_dict and what saves and loads checkpoints, in the same
-    order on every rank.
+    A drop-in for torch.distributed.optim.ZeroRedundancyOptimizer. Collective, in the same order on
+    every rank: construction, add_param_group, step, consolidate_state_dict, and saving and loading
+    checkpoints.
 
     Args:
-        params: tensors, (name, tensor) pairs, or param groups (dicts).
-        optimizer_class: the optimizer that each rank runs on what it owns: any optimizer but LBFGS
-            when sharding by parameter, an element-wise one when sharding by element: torch's
-            Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD, or
-            one that you say is `elementwise`.
+        params: tensors, (name, tensor) pairs, or param groups (dicts). A group may name an
+            `optimizer_class`, `sharding` and `cost` of its own; muon_groups() makes such groups.
+            With a class of its own, its other options are that class's, and its sharding is by
+            parameter unless the class is known to be element-wise.
+        optimizer_class: the optimizer that each rank runs on what it owns. When sharding by
+            parameter, any optimizer except LBFGS. When sharding by element, an element-wise one:
+            torch's Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or
+            SGD, or one that you declare `elementwise`.
         process_group: the default group if None.
         parameters_as_bucket_view: parameters become views of one flat tensor per dtype and device.
-        overlap_with_ddp: the update runs inside DDP's backward pass, by a hook of
-            shardstep.ddp_zero_hook; step() only warns.
+        overlap_with_ddp: a hook of shardstep.ddp_zero_hook runs the update inside DDP's backward
+            pass; step() only warns.
         stage: 1: gradients arrive whole, as DDP leaves them. 2: the optimizer averages them over
             the ranks during the backward pass, without DDP, and each rank keeps what it owns.
             `.grad` then holds no memory: it answers norms and the like for the whole gradient,
-            collectively, and can be scaled in place. full_gradient() gives the whole one.
-        sharding: "parameter": every parameter belongs to one rank. "element": every rank owns
-            equally many elements, and dtypes may be mixed.
+            collectively, and can be scaled in place. full_gradient() returns the whole gradient.
+        sharding: "parameter": every parameter belongs to one rank. "element": every rank owns the
+            same number of elements, and dtypes may be mixed.
         exchange: "native" (c10d's collectives), "pairwise" (messages between every two ranks),
-            "shared_memory" (ranks of one host, tensors on the CPU), or "auto": on Gloo shared
-            memory if it can be, else pairwise; native elsewhere.
-        bucket_cap_mb: buckets of at most this size, 0 for no limit; a bucket moves at a time. None
-            is no limit in stage 1, 25 in stage 2.
-        share_parameters: in stage 2, with ranks on one host: one copy of the parameters for all of
-            them. On the condition that no rank changes parameters by itself, and that none reads
-            them while another is in step().
-        overlap_forward: in stage 2, with `module`: step() returns while parameters still travel.
-            Whoever reads or writes one through the module waits for it: in forward and any other
-            method, by attribute, parameters(), state_dict() and load_state_dict(). Parameters that
-            the module does not list are waited for before its forward. If you kept a parameter
-            elsewhere, call wait() before you look at it.
-        module: in stage 2, the module that the parameters are of. Its other parameters and its
-            buffers start as rank 0's. Without it, buffers are your own affair.
-        broadcast_buffers: the module's buffers become rank 0's in each step(), as DDP makes them
-            before the next forward.
+            "shared_memory" (all ranks on one host, tensors on the CPU), "hierarchical" (shared
+            memory inside each host, messages between hosts, tensors on the CPU), or "auto": on
+            Gloo shared memory if all ranks are on one host, pairwise if every rank is alone on its
+            host, else hierarchical; on other backends native.
+        bucket_cap_mb: maximum size of a bucket, the unit of communication; 0 for no limit. None
+            means no limit in stage 1, 25 in stage 2.
+        share_parameters: in stage 2, with parameters on the CPU: the ranks of each host share one
+            copy of the parameters. Requires that no rank changes parameters by itself, and that
+            none reads them while another is in step().
+        overlap_forward: in stage 2, with `module`: step() returns while parameters are still being
+            sent. Code that reads or writes one through the module waits for it: in forward and any
+            other method, by attribute, parameters(), state_dict() and load_state_dict(). Parameters
+            that the module does not list are waited for before its forward. If you hold a
+            parameter elsewhere, call wait() before you read it.
+        module: in stage 2, the module that the parameters belong to. Its other parameters and its
+            buffers start as rank 0's, and errors and checkpoints call the parameters by its names.
+            Without it, you must keep buffers the same on all ranks.
+        broadcast_buffers: the module's buffers become rank 0's in each step(), where DDP would
+            broadcast them before the next forward.
         gradient_dtype: in stage 2, torch.bfloat16 or torch.float16: wider gradients are rounded to
-            it and travel at half the width; their owner adds them up in their own dtype.
-        elementwise: says that optimizer_class, which is not among torch's that are known to be,
-            is element-wise: its update of an element depends on nothing but that element's
+            it and sent at half the width; their owner sums them in their own dtype.
+        master_dtype: torch.float32: each rank keeps float32 copies, masters, of what it owns of
+            bfloat16 and float16 parameters. The local optimizer updates these, gradients are summed
+            in float32 (in stage 1, as DDP left them), and the rounded result is what travels. A
+            parameter that is changed in place, as by load_state_dict(), takes its master along;
+            changes through `.data` are not seen. Masters are part of the state, as "master_param".
+        cost: when sharding by parameter, a function of a parameter that returns what its update
+            costs; the ranks divide the total evenly. None: the number of elements as in torch's
+            class; for torch.optim.Muon, the operations of its iterations.
+        elementwise: declares that optimizer_class, if it is not one of torch's that are known to
+            be, is element-wise: its update of an element depends on nothing but that element's
             gradient and state.
-        defaults: passed on to optimizer_class.
+        defaults: passed to optimizer_class.
     """
 
     def __init__(
@@ -132,31 +159,38 @@ class ZeroRedundancyOptimizer(
         module: torch.nn.Module | None = None,
         broadcast_buffers: bool = True,
         gradient_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,
+        cost: Cost | None = None,
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
         self.initialized = False
         self._stage = stage
-        self._sharding = sharding
         self._join_group(process_group)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._has_inputs = True
         self._announced = False
         self._stand_ins = []
-        self._module: torch.nn.Module | None = None
+        self._module = None
         self._broadcast_buffers = broadcast_buffers
         self._arrivals = None
         overlaps_forward = overlap_forward is not None and overlap_forward is not False
         self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = _OverlapInfo(self.world_size)
+        self._update_error = None
         self._overlapped_steps = []
-        self._optimizer_class = optimizer_class
-        self._is_known_elementwise = is_known_elementwise(optimizer_class)
-        self._arguments = defaults
+        self._default_settings = default_settings(
+            optimizer_class, defaults, sharding, cost, elementwise
+        )
+        self._settings = []
+        self._group_of = []
+        self._cost_pools: list[tuple[Any, ...] | None] = [None]
+        self._members: list[GroupSettings] = []
         self._local_by_group = []
         self._index_of = {}
         self._consolidated = None
         self._may_have_state = False
+        self._traffic_before = (0, 0)
         with telling_every_rank(self._adopt_first_groups, self._where()):
             self._module = module_to_follow(module, overlap_forward, stage)
             self.engine = ShardEngine(
@@ -170,20 +204,27 @@ class ZeroRedundancyOptimizer(
                 share_parameters=share_parameters,
                 overlap_forward=overlaps_forward,
                 gradient_dtype=gradient_dtype,
+                master_dtype=master_dtype,
             )
-            check_optimizer_class(
-                optimizer_class, sharding, elementwise or self._is_known_elementwise
-            )
+            groups = parse_param_groups(params, _OWN_OPTIONS)
+            self._settings = [take_settings(group, self._default_settings) for group in groups]
+            for settings in self._settings:
+                settings.check()
             # The local optimizer says which of its arguments are options of a group.
-            Optimizer.__init__(self, parse_param_groups(params, _OWN_OPTIONS), {})
+            Optimizer.__init__(self, groups, {})
         Joinable.__init__(self)
+        this = weakref.ref(self)
+        self.engine.set_announce(lambda: announce(this))
         self._checkpointer = Checkpointer(self.engine)
         weakref.finalize(self, finish, self._checkpointer)  # also when the interpreter ends
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*duplicate parameters")  # it was said already
-            self.optim = optimizer_class(self._local_groups(0), **defaults)
-        if isinstance(self.optim, torch.optim.LBFGS):
-            refuse_lbfgs(type(self.optim))
+        # It may refuse a parameter that only one rank owns.
+        tell = telling_every_rank(self._checkpointer.share, self._where())
+        with tell, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*duplicate parameters")  # already warned above
+            self._make_local_optimizers(0)
+        for member in members_of(self.optim):
+            if isinstance(member, torch.optim.LBFGS):
+                refuse_lbfgs(type(member))
         self.defaults = dict(self.optim.defaults)
         self._pull_options()
         self.state = self.optim.state
@@ -205,58 +246,118 @@ class ZeroRedundancyOptimizer(
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(
-                "shardstep: expected a process group that this rank is in, got another's "
+                "shardstep: expected a process group that this rank is in, got one that it is not "
+                "in; create the optimizer only on the group's ranks "
                 f"{where(dist.get_rank(), dist.get_world_size())}"
             )
         self.global_rank = dist.get_global_rank(group, self.rank)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "shardstep: a ZeroRedundancyOptimizer cannot be copied or pickled: it is this rank's "
-            "part of an object that all ranks share; make another one over the copied parameters, "
-            "and let it load_state_dict() what consolidate_state_dict() gave "
+            "shardstep: a ZeroRedundancyOptimizer cannot be copied or pickled, because it is one "
+            "rank's part of an object that all ranks share; create another over the copied "
+            "parameters and load_state_dict() what consolidate_state_dict() returned "
             f"{self._where()}"
         )
 
     # -- param groups ------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Adds a group, whose parameters are shared out on top of those there are. Collective."""
+        """Adds a group and divides its parameters among the ranks, given what each already owns.
+
+        Collective.
+        """
         if not self.initialized:  # torch's constructor calls this too
             super().add_param_group(param_group)
             return
         known = len(self.param_groups)
         with telling_every_rank(lambda error: self._adopt_groups(known, error), self._where()):
-            super().add_param_group(parse_param_group(param_group, known, _OWN_OPTIONS))
-        for group in self._local_groups(known):
-            self.optim.add_param_group(group)
+            group = parse_param_group(param_group, known, _OWN_OPTIONS)
+            settings = take_settings(group, self._default_settings)
+            settings.check()
+            self._settings.append(settings)
+            self._add_group(group, settings)
+        self._make_local_optimizers(known)
         self._pull_options()
+
+    def _add_group(self, group: ParamGroup, settings: GroupSettings) -> None:
+        # Our defaults are those of another class.
+        defaults, self.defaults = self.defaults, {} if settings.is_own else self.defaults
+        try:
+            super().add_param_group(group)
+        finally:
+            self.defaults = defaults
+
+    def _make_local_optimizers(self, known: int) -> None:
+        """Gives the groups from `known` on to local optimizers, which are made where missing."""
+        groups = self._local_groups(known)
+        several = any(settings.is_own for settings in self._settings)
+        if not several and known == 0:
+            self.optim = self._default_settings.make(groups)
+        elif not several:
+            for group in groups:
+                self.optim.add_param_group(group)
+        else:
+            self._add_to_several(groups, known)
+
+    def _add_to_several(self, groups: list[ParamGroup], known: int) -> None:
+        settings = self._settings[known:]
+        if known == 0:
+            self.optim = SeveralOptimizers(settings[0].make(groups[:1]), 1)
+            self._members = [settings[0]]
+            groups, settings = groups[1:], settings[1:]
+        elif not isinstance(self.optim, SeveralOptimizers):
+            self.optim = SeveralOptimizers(self.optim, known)
+            self._members = [self._default_settings]
+        for group, wanted in zip(groups, settings, strict=True):
+            for number, made in enumerate(self._members):
+                if made.makes_the_same_as(wanted):
+                    self.optim.add_group_to(number, group)
+                    break
+            else:
+                self.optim.add_member(wanted.make([group]))
+                self._members.append(wanted)
+        self.state = self.optim.state
+
+    def _number_of_pool(self, pool: tuple[Any, ...] | None) -> int:
+        if pool not in self._cost_pools:
+            self._cost_pools.append(pool)
+        return self._cost_pools.index(pool)
 
     def _adopt_first_groups(self, error: str | None) -> None:
         if error is not None:  # any engine tells the others
             self.engine = ShardEngine(self.process_group)
             self.param_groups = []
+            self._settings = []
         self._adopt_groups(0, error)
 
     def _adopt_groups(self, known: int, error: str | None) -> None:
-        """Hands the groups from `known` on to the engine; if a rank cannot, none of them stays."""
+        """Adds the groups from `known` on to the engine; if a rank fails, removes all of them."""
         new = self.param_groups[known:]
         of_module = describe_module(self._module) if known == 0 else ""
-        groups = [
-            (
-                list(dict.fromkeys(group["params"])),
-                describe(self._optimizer_class, {**self._arguments, **group}) + of_module,
-            )
-            for group in new
-        ]
+        groups = []
+        try:
+            for group, settings in zip(new, self._settings[known:], strict=True):
+                params = list(dict.fromkeys(group["params"]))
+                described = describe(settings.optimizer_class, {**settings.arguments, **group})
+                names = parameter_names(params, [group], self._module)
+                costs = costs_of(params, settings.cost)
+                pool = self._number_of_pool(settings.cost_pool)
+                described += of_module
+                groups.append((params, described, names, costs, pool, settings.sharding))
+        except Exception as caught:
+            error = error or f"{type(caught).__name__}: {caught}"
         try:
             self.engine.add_groups(groups, error)
         except Exception:
             del self.param_groups[known:]
+            del self._settings[known:]
             raise
         for number, group in enumerate(new, known):
             for param in group["params"]:
-                self._index_of.setdefault(param, len(self._index_of))
+                if param not in self._index_of:
+                    self._index_of[param] = len(self._index_of)
+                    self._group_of.append(number)
             # A parameter that is listed twice is updated twice, as torch.optim does.
             times = Counter(self._index_of[param] for param in group["params"])
             local = self.engine.local_params(number)
@@ -278,11 +379,11 @@ class ZeroRedundancyOptimizer(
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
         """Updates what this rank owns, then brings all parameters up to date on every rank.
 
-        Returns the closure's loss. Other keyword arguments reach the local optimizer. Collective.
+        Returns the closure's loss. Other keyword arguments go to the local optimizer. Collective.
         """
         if self._overlap_with_ddp:
             warnings.warn(
-                "shardstep: step() does nothing with overlap_with_ddp=True: the hook of "
+                "shardstep: step() does nothing with overlap_with_ddp=True, because a hook of "
                 "shardstep.ddp_zero_hook updates the parameters inside the backward pass",
                 stacklevel=2,
             )
@@ -307,8 +408,8 @@ class ZeroRedundancyOptimizer(
     ) -> float | None:
         """The update of what this rank owns, without the exchange.
 
-        `gradients`, one for each parameter that this rank owns, need overlap_with_ddp; without
-        them the parameters' own are taken.
+        `gradients`, one for each parameter that this rank owns, require overlap_with_ddp; without
+        them, the parameters' own gradients are used.
         """
         self._announce()
         self._push_options()
@@ -323,36 +424,40 @@ class ZeroRedundancyOptimizer(
         elif closure is None:
             self._take_gradients(first=True)
         if closure is None:
-            loss = self.optim.step(**kwargs)
+            with UpdateTimer(self.engine):
+                loss = self.optim.step(**kwargs)
         else:
             first = True
 
             def with_gradients() -> float:
                 nonlocal first
+                self.engine.before_closure()
                 loss = closure()
                 self._take_gradients(first)
                 first = False
                 return loss
 
             loss = self.optim.step(closure=with_gradients, **kwargs)
+        self.engine.round_masters()
         self._pull_options()
         return loss  # type: ignore[no-any-return]
 
     def _take_gradients(self, first: bool) -> None:
-        """Hands the gradients to the local optimizer. `first` is true once in a step."""
+        """Hands the gradients to the local optimizer. `first` is true once per step."""
         if first and self._join_config.enable:
             # torch's DDP leaves no gradients on a rank that has joined.
             self.engine.lend_gradients(self._has_inputs)
         self._take_back_aliases()
         self.engine.before_step()
-        # Here every rank is, or none: later one might have failed.
+        # Either all ranks get here or none; further on, one of them may have failed.
         if first and self._module is not None and self._broadcast_buffers:
             broadcast(self._module.buffers(), self.process_group)
 
     # -- Join --------------------------------------------------------------------------------------
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
-        """A rank without inputs makes its share of the others' steps."""
+        """Lets a rank without inputs do its share of the others' steps."""
+        self._announced = False
         return _ZeROJoinHook(self)
 
     @property
@@ -367,7 +472,8 @@ class ZeroRedundancyOptimizer(
 _OWN_OPTIONS = inspect.signature(ZeroRedundancyOptimizer).parameters.keys() - {
     "params",
     "defaults",
+    *GROUP_KEYS,
 }
 
-# Code that asks for torch's class finds ours.
+# isinstance checks for torch's class accept ours.
 _TorchZeroRedundancyOptimizer.register(ZeroRedundancyOptimizer)

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "checkpoint/checkpoint_files.h"
+#include "checkpoint/checkpoint_series.h"
 #include "checkpoint/directory_lock.h"
 #include "format/crc32.h"
 #include "shard/bucket.h"
@@ -17,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// More shards than that are not kept open: processes may have 1024 files.
+// The most shards that are kept open: a process may have 1024 open files.
 constexpr size_t kMostOpen = 64;
 
 // Runs `body`, whose errors do not name the file yet.
@@ -30,6 +31,18 @@ auto naming(const std::string& path, Body body) {
     if (found.starts_with("shardstep: ")) throw;
     TORCH_CHECK_VALUE(false, "shardstep: cannot read ", path, ": ", found);
   }
+}
+
+// Whether a shard's header says the same about a part as the index.
+bool tells(const CheckpointIndex& shard, const std::string& name, const CheckpointTensor& tensor,
+           const CheckpointPart& part) {
+  const auto found = shard.tensors.find(name);
+  if (found == shard.tensors.end()) return false;
+  const auto& told = found->second;
+  const auto& own = told.parts.front();
+  return told.dtype == tensor.dtype && told.shape == tensor.shape && told.order == tensor.order &&
+         own.elements == part.elements && own.offset == part.offset &&
+         own.checksums == part.checksums;
 }
 
 }  // namespace
@@ -82,6 +95,18 @@ struct Checkpoint::Files {
   std::vector<char> scratch;
   int64_t bytes_read = 0;
 
+  void open_directory(const std::string& from) {
+    directory = from;
+    const auto path = (fs::path(from) / detail::kIndexName).string();
+    std::error_code error;
+    TORCH_CHECK_VALUE(fs::exists(path, error), "shardstep: expected a checkpoint in ", from,
+                      ", got ", fs::is_directory(from, error) ? "no " : "no directory with ",
+                      detail::kIndexName);
+    lock = detail::open_index(from);
+    index =
+        naming(path, [&] { return detail::index_from_text(lock->text(detail::kMostHeaderBytes)); });
+    open.resize(index.files.size());
+  }
   std::string path(size_t file) const {
     return (fs::path(directory) / index.files[file].name).string();
   }
@@ -105,7 +130,7 @@ struct Checkpoint::Files {
     } catch (const c10::Error& error) {
       const auto now = detail::current_id(directory);
       TORCH_CHECK_VALUE(!now || *now == index.id, error.what_without_backtrace(),
-                        "; the checkpoint was replaced while it was read: open it again");
+                        "; the checkpoint was replaced while it was read; open it again");
       throw;
     }
   }
@@ -124,7 +149,7 @@ struct Checkpoint::Files {
       const auto checksum = detail::crc32(place, size);
       TORCH_CHECK_VALUE(checksum == part.checksums[block], "shardstep: cannot read ",
                         path(part.file), ": ", name, " is damaged: the ", size, " bytes at ",
-                        part.offset + first, " have another checksum than when they were written");
+                        part.offset + first, " do not match their checksum");
       if (!whole && to != nullptr) {
         const int64_t from = std::max(begin, first), until = std::min(end, first + size);
         std::copy(place + (from - first), place + (until - first), to + (from - begin));
@@ -134,16 +159,16 @@ struct Checkpoint::Files {
 };
 
 Checkpoint::Checkpoint(const std::string& directory) : files_(std::make_unique<Files>()) {
-  files_->directory = directory;
-  const auto path = (fs::path(directory) / detail::kIndexName).string();
-  std::error_code error;
-  TORCH_CHECK_VALUE(fs::exists(path, error), "shardstep: expected a checkpoint in ", directory,
-                    ", got ", fs::is_directory(directory, error) ? "no " : "no directory with ",
-                    detail::kIndexName);
-  files_->lock = detail::open_index(directory);
-  files_->index = naming(
-      path, [&] { return detail::index_from_text(files_->lock->text(detail::kMostHeaderBytes)); });
-  files_->open.resize(files_->index.files.size());
+  // A link such as `latest` may be moved meanwhile, and the checkpoint that it pointed at removed.
+  for (;;) {
+    const auto target = detail::resolve_link(directory);
+    try {
+      files_->open_directory(target);
+      return;
+    } catch (const c10::Error&) {
+      if (detail::resolve_link(directory) == target) throw;
+    }
+  }
 }
 
 Checkpoint::~Checkpoint() = default;
@@ -189,7 +214,7 @@ at::Tensor Checkpoint::read(const std::string& name, Range elements) {
   const auto& info = find(name);
   TORCH_CHECK_VALUE(
       0 <= elements.begin && elements.begin <= elements.end && elements.end <= info.numel(),
-      "shardstep: expected some of the ", info.numel(), " elements of ", name, ", got those from ",
+      "shardstep: expected a range of the ", info.numel(), " elements of ", name, ", got ",
       elements.begin, " to ", elements.end);
   auto tensor = at::empty({elements.size()}, info.dtype);
   read_into(name, elements, static_cast<char*>(tensor.mutable_data_ptr()));
@@ -201,31 +226,23 @@ void Checkpoint::verify(const std::string& name) {
 }
 
 void Checkpoint::verify_headers() {
-  // What the shards say of themselves makes the same index.
+  // Each shard by itself, so that a wrong header is not blamed on another shard.
   const auto& index = files_->index;
-  CheckpointIndex told;
-  told.id = index.id;
+  std::vector<std::vector<std::pair<std::string, const CheckpointPart*>>> parts(index.files.size());
+  for (const auto& [name, tensor] : index.tensors) {
+    for (const auto& part : tensor.parts) parts[part.file].emplace_back(name, &part);
+  }
   for (size_t f = 0; f < index.files.size(); ++f) {
+    CheckpointIndex told;
+    told.id = index.id;
     naming(files_->path(f), [&] {
       detail::merge_shard(detail::read_shard_header(files_->at(f)), static_cast<int>(f),
                           files_->at(f).size(), told);
     });
-  }
-  for (const auto& [name, tensor] : index.tensors) {
-    const auto found = told.tensors.find(name);
-    TORCH_CHECK_VALUE(found != told.tensors.end(), "shardstep: expected ", name,
-                      " in the shards of ", directory(), ", got none");
-    auto parts = found->second.parts;
-    for (const auto& part : tensor.parts) {
-      const bool same = std::any_of(parts.begin(), parts.end(), [&](const CheckpointPart& other) {
-        return other.file == part.file && other.elements == part.elements &&
-               other.offset == part.offset && other.checksums == part.checksums;
-      });
-      TORCH_CHECK_VALUE(same && tensor.dtype == found->second.dtype &&
-                            tensor.shape == found->second.shape &&
-                            tensor.order == found->second.order,
-                        "shardstep: the header of ", files_->path(part.file), " does not say of ",
-                        name, " what the index says");
+    for (const auto& [name, part] : parts[f]) {
+      TORCH_CHECK_VALUE(tells(told, name, index.tensors.at(name), *part),
+                        "shardstep: the header of ", files_->path(f),
+                        " does not match the index in ", name);
     }
   }
 }
@@ -233,6 +250,16 @@ void Checkpoint::verify_headers() {
 void Checkpoint::verify() {
   verify_headers();
   for (const auto& item : index().tensors) verify(item.first);
+}
+
+std::vector<std::string> Checkpoint::module_names() const {
+  std::vector<std::string> names;
+  for (const auto& item : index().tensors) {
+    if (item.first.starts_with(kModulePrefix)) {
+      names.push_back(item.first.substr(std::string(kModulePrefix).size()));
+    }
+  }
+  return names;
 }
 
 StateDict Checkpoint::state_dict() {
@@ -261,11 +288,11 @@ StateDict read_checkpoint(const std::string& directory) {
 
 struct CheckpointWriter::State {
   std::string directory;
-  CheckpointIndex index;  // as it will be, less what the shard says
+  CheckpointIndex index;  // without the contents of the shard
   std::map<std::string, size_t> parts;
   std::vector<bool> written;
   std::unique_ptr<detail::DirectoryLock> lock;
-  std::unique_ptr<detail::ShardWriter> shard;  // its remains go before the lock does
+  std::unique_ptr<detail::ShardWriter> shard;  // removes its files before the lock is released
 };
 
 CheckpointWriter::CheckpointWriter(const std::string& directory, CheckpointIndex index)

@@ -7,7 +7,7 @@
 namespace shardstep {
 namespace {
 
-// Tells how many bytes of tensors are done.
+// Reports how many bytes of tensors are done.
 class Meter {
  public:
   Meter(const ConvertProgress& progress, int64_t total) : progress_(progress), total_(total) {}
@@ -22,8 +22,7 @@ class Meter {
   int64_t done_ = 0;
 };
 
-// What a checkpoint of a state dict says. The dict knows nothing of the parameters but their
-// number.
+// The index of a checkpoint made from a state dict, which knows only the number of parameters.
 CheckpointIndex index_of(const StateDict& dict) {
   CheckpointIndex index;
   index.param_groups = dict.param_groups;

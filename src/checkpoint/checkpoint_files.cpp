@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "checkpoint/directory_lock.h"
+#include "failure_points.h"
 #include "format/crc32.h"
 
 namespace shardstep::detail {
@@ -27,8 +28,8 @@ std::string index_path(const std::string& directory) {
   return (fs::path(directory) / kIndexName).string();
 }
 
-// Gives the index that is about to be replaced its second name, and drops that again if it was not
-// replaced. Where files cannot have two names, readers may find that shards are gone.
+// Gives the index that is about to be replaced its second name, and removes that again if it was
+// not replaced. Where files cannot have two names, readers may find shards missing.
 class PreviousIndex {
  public:
   explicit PreviousIndex(const std::string& directory) {
@@ -49,37 +50,16 @@ class PreviousIndex {
   bool replaced_ = false;
 };
 
-std::vector<std::string> names_in_directory(const std::string& directory) {
-  std::vector<std::string> names;
-  std::error_code error;
-  for (fs::directory_iterator entry(directory, error), end; !error && entry != end;
-       entry.increment(error)) {
-    names.push_back(entry->path().filename().string());
-  }
-  return names;
-}
-
-// Drops the second name of an index that nobody reads. False if someone does.
-bool retire(const std::string& path) {
-  // To lock it alone over NFS, a file must be open for writing.
-  const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
-  if (descriptor < 0) return errno == ENOENT;
-  const bool unread = try_lock_alone(descriptor);
-  if (unread) ::unlink(path.c_str());
-  ::close(descriptor);
-  return unread;
-}
-
-// Removes what saves left there, but not the shards of `id` nor of an index that is being read.
-// Nothing here is worth an error: the checkpoint stands.
+// Removes what saves left behind, except the shards of `id` and of indexes that are being read.
+// Failures are ignored, since the checkpoint is complete.
 void remove_leftovers(const std::string& directory, const std::string& id) {
-  if (current_id(directory) != id) return;  // someone without a lock was faster
+  if (current_id(directory) != id) return;  // a writer without a lock was faster
   const auto names = names_in_directory(directory);
   std::vector<std::string> kept{id};
   for (const auto& name : names) {
     const auto previous = id_of_previous_index(name);
     if (!previous || *previous == id) continue;
-    if (!retire((fs::path(directory) / name).string())) kept.push_back(*previous);
+    if (!retire_index((fs::path(directory) / name).string())) kept.push_back(*previous);
   }
   for (const auto& name : names) {
     const bool stays = std::any_of(kept.begin(), kept.end(), [&](const std::string& one) {
@@ -90,6 +70,26 @@ void remove_leftovers(const std::string& directory, const std::string& id) {
 }
 
 }  // namespace
+
+std::vector<std::string> names_in_directory(const std::string& directory) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end;
+       entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  return names;
+}
+
+bool retire_index(const std::string& path) {
+  // Over NFS, an exclusive lock requires a file that is open for writing.
+  const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) return errno == ENOENT;
+  const bool unread = try_lock_alone(descriptor);
+  if (unread) ::unlink(path.c_str());
+  ::close(descriptor);
+  return unread;
+}
 
 std::string new_id() {
   std::random_device random;
@@ -108,19 +108,20 @@ void make_directory(const std::string& directory) {
   }
   error.clear();
   fs::create_directories(directory, error);
-  TORCH_CHECK(!error && fs::is_directory(directory, error), "shardstep: cannot make the directory ",
-              directory, ": ",
+  TORCH_CHECK(!error && fs::is_directory(directory, error),
+              "shardstep: cannot create the directory ", directory, ": ",
               (error ? error : std::make_error_code(std::errc::not_a_directory)).message());
   for (const auto& parent : parents) sync_directory(parent.string());
 }
 
 void check_replaceable(const std::string& directory) {
-  // Others' index.json, for example of a web page, is not ours to replace.
+  // A foreign index.json, for example that of a web page, must not be replaced.
   const auto path = index_path(directory);
   std::error_code error;
   if (!fs::exists(path, error)) return;
-  TORCH_CHECK_VALUE(is_index_text(ReadFile(path).head(kIndexHeadBytes)), "shardstep: expected ",
-                    path, " to be absent or a checkpoint's: it is no index of a checkpoint");
+  TORCH_CHECK_VALUE(
+      is_index_text(ReadFile(path).head(kIndexHeadBytes)), "shardstep: expected ", path,
+      " to be absent or the index of a checkpoint, got another file; save to another directory");
 }
 
 std::optional<std::string> current_id(const std::string& directory) {
@@ -138,14 +139,15 @@ std::unique_ptr<ReadFile> open_index(const std::string& directory) {
   const auto path = index_path(directory);
   for (int tries = 0; tries < kMostTries; ++tries) {
     auto file = std::make_unique<ReadFile>(path);
-    // Else it was replaced before it was locked, and may be gone soon.
+    // Otherwise it was replaced before it was locked, and may be removed soon.
     if (file->lock_shared() && file->is_in_place()) return file;
   }
-  TORCH_CHECK_VALUE(false, "shardstep: cannot read ", path, ": it is replaced again and again");
+  TORCH_CHECK_VALUE(false, "shardstep: cannot read ", path,
+                    ": it is replaced repeatedly; try again later");
 }
 
 ReadFile::ReadFile(const std::string& path) : path_(path) {
-  // Not to hang at a pipe.
+  // Must not block on a pipe.
   do {
     descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   } while (descriptor_ < 0 && errno == EINTR);
@@ -155,7 +157,7 @@ ReadFile::ReadFile(const std::string& path) : path_(path) {
   struct stat status{};
   const bool regular = ::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode);
   if (!regular) ::close(descriptor_);
-  TORCH_CHECK_VALUE(regular, "shardstep: cannot read ", path, ": it is no regular file");
+  TORCH_CHECK_VALUE(regular, "shardstep: cannot read ", path, ": it is not a regular file");
   size_ = status.st_size;
 }
 
@@ -174,7 +176,7 @@ void ReadFile::read_at(int64_t offset, void* to, int64_t size) const {
     const auto count = ::pread(descriptor_, next, std::min(size, kMost), offset);
     if (count < 0 && errno == EINTR) continue;
     TORCH_CHECK_VALUE(count > 0, "shardstep: cannot read ", path_, ": ",
-                      count == 0 ? "it ends too early" : std::generic_category().message(errno));
+                      count == 0 ? "it is truncated" : std::generic_category().message(errno));
     next += count;
     offset += count;
     size -= count;
@@ -197,12 +199,12 @@ std::string ReadFile::text(int64_t most) const {
 
 std::string read_shard_header(const ReadFile& file) {
   uint64_t length = 0;
-  TORCH_CHECK_VALUE(file.size() >= static_cast<int64_t>(sizeof(length)), "no safetensors file");
+  TORCH_CHECK_VALUE(file.size() >= static_cast<int64_t>(sizeof(length)), "not a safetensors file");
   file.read_at(0, &length, sizeof(length));
   TORCH_CHECK_VALUE(
       length <= static_cast<uint64_t>(
                     std::min(file.size() - static_cast<int64_t>(sizeof(length)), kMostHeaderBytes)),
-      "no safetensors file: a header of ", length, " bytes");
+      "not a safetensors file: a header of ", length, " bytes");
   std::string header(length, '\0');
   file.read_at(sizeof(length), header.data(), static_cast<int64_t>(length));
   return header;
@@ -253,7 +255,7 @@ void commit_index(const std::string& directory, CheckpointIndex index) {
       merge_shard(read_shard_header(file), rank, file.size(), index);
     } catch (const c10::Error& error) {
       TORCH_CHECK(false, "shardstep: the shard ", path, " of rank ", rank,
-                  " is not as it was written: ", error.what_without_backtrace());
+                  " was changed after it was written: ", error.what_without_backtrace());
     }
   }
   for (auto& [name, tensor] : index.tensors) {
@@ -266,21 +268,25 @@ void commit_index(const std::string& directory, CheckpointIndex index) {
     check_index(index);
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "shardstep: the shards in ", directory,
-                " do not fit together: ", error.what_without_backtrace());
+                " do not belong together: ", error.what_without_backtrace());
   }
   const auto text = index_to_text(index);
   ReplacingFile file(index_path(directory));
   file.write(text.data(), text.size());
   file.check();
+  // Other ranks' shards may have got their names only just now.
+  if (index.world_size > 1) sync_directory(directory);
   PreviousIndex previous(directory);
+  SHARDSTEP_FAILURE_POINT("index: written");
   try {
     file.commit();
   } catch (...) {
-    // It may be in its place and not be durable.
+    // It may be in place without being durable.
     if (current_id(directory) == index.id) previous.replaced();
     throw;
   }
   previous.replaced();
+  SHARDSTEP_FAILURE_POINT("index: in place");
   remove_leftovers(directory, index.id);
 }
 

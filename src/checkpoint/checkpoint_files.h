@@ -2,8 +2,9 @@
 
 // The files of a checkpoint: writing one shard, and the index that makes shards a checkpoint.
 //
-// A reader holds a shared lock on the index that it read. Whoever replaces the index first gives it
-// a second name, index-<id>.json, and removes it and its shards only while nobody reads them.
+// A reader holds a shared lock on the index that it read. A save that replaces the index first
+// gives it a second name, index-<id>.json, and removes it and its shards only if no one reads them.
+// Modelled in proofs/checkpoint_commit.pml.
 
 #include <functional>
 #include <memory>
@@ -20,14 +21,19 @@ namespace shardstep::detail {
 // An id that no other save has.
 SHARDSTEP_API std::string new_id();
 
-// Creates the directory if need be, durably.
+// Creates the directory durably if it does not exist.
 void make_directory(const std::string& directory);
-// Throws ValueError if the directory has an index.json that is not a checkpoint's.
+// Throws ValueError if the directory has an index.json that does not belong to a checkpoint.
 void check_replaceable(const std::string& directory);
 
-// The id of the checkpoint in a directory, as far as there is one. Reads the first bytes of the
-// index, whose size does not matter.
+// The id of the checkpoint in a directory, if there is one. Reads only the first bytes of the
+// index.
 std::optional<std::string> current_id(const std::string& directory);
+
+// Whatever is in a directory that can be listed.
+std::vector<std::string> names_in_directory(const std::string& directory);
+// Removes an index, or the second name of one, unless it is being read. Returns whether it did.
+bool retire_index(const std::string& path);
 
 // A file that is only read.
 class ReadFile {
@@ -38,8 +44,8 @@ class ReadFile {
   ReadFile& operator=(const ReadFile&) = delete;
 
   int64_t size() const { return size_; }
-  // Tells those who would replace the file that it is read, until this object is gone. False if
-  // it is being removed.
+  // Keeps writers from removing the file during the lifetime of this object. False if it is already
+  // being removed.
   bool lock_shared();
   // Whether it still has its name.
   bool is_in_place() const;
@@ -56,13 +62,13 @@ class ReadFile {
   bool locked_ = false;
 };
 
-// The index of a directory, with a reader's lock that lasts as long as the object.
+// The index of a directory, with a reader's lock during the lifetime of the object.
 std::unique_ptr<ReadFile> open_index(const std::string& directory);
 
 // The JSON that a safetensors file starts with.
 std::string read_shard_header(const ReadFile& file);
 
-// Writes the shard of one rank. Not there under its name before commit(), and then durable.
+// Writes the shard of one rank. It has its final name, durably, only after commit().
 class SHARDSTEP_API ShardWriter {
  public:
   // The tensors of the parts may be undefined.
@@ -72,7 +78,7 @@ class SHARDSTEP_API ShardWriter {
 
   int64_t bytes() const { return layout_.bytes; }
   const ShardContent& content() const { return content_; }
-  // `on_bytes` hears how many bytes were written, often; what it throws ends the writing.
+  // Calls `on_bytes` often, with the bytes written; an exception from it ends the writing.
   void write(size_t part, const at::Tensor& tensor,
              const std::function<void(int64_t)>& on_bytes = nullptr);
   void commit();
@@ -86,9 +92,9 @@ class SHARDSTEP_API ShardWriter {
   ReplacingFile file_;
 };
 
-// Makes the shards of all ranks, which must be there, the checkpoint of the directory; then removes
-// what belongs to no checkpoint any more. `index` has all but files, tensors, state and values.
-// REQUIRES: the caller holds the DirectoryLock.
+// Makes the shards of all ranks the checkpoint of the directory; then removes what belongs to no
+// checkpoint any more. `index` has everything except files, tensors, state and values.
+// REQUIRES: the shards exist; the caller holds the DirectoryLock.
 SHARDSTEP_API void commit_index(const std::string& directory, CheckpointIndex index);
 
 // Removes one shard, unless the index of the directory names it.

@@ -186,7 +186,7 @@ void check_order(const CheckpointTensor& tensor, const std::string& name) {
   for (size_t i = 0; permutation && i < sorted.size(); ++i) {
     permutation = sorted[i] == static_cast<int64_t>(i);
   }
-  TORCH_CHECK_VALUE(permutation, name, ": expected the order of ", tensor.shape.size(),
+  TORCH_CHECK_VALUE(permutation, name, ": expected a permutation of ", tensor.shape.size(),
                     " axes, got ", at::IntArrayRef(tensor.order));
 }
 
@@ -197,10 +197,10 @@ void check_text(std::string_view text) {
   const auto rest = text.substr(begin);
   TORCH_CHECK_VALUE(
       text.substr(kChecksumKey.size(), kChecksumDigits) == hex(crc32(rest.data(), rest.size())),
-      "it is damaged: it has another checksum than when it was written");
+      "it is damaged: it does not match its checksum");
 }
 
-// A stretch of a file that holds a part.
+// The bytes of a file that hold a part.
 struct Extent {
   int64_t begin;
   int64_t end;
@@ -271,7 +271,7 @@ bool is_save_file(const std::string& name) {
 
 ShardLayout layout_of(const ShardContent& content, const CheckpointIndex& index, int rank,
                       const std::vector<std::vector<uint32_t>>& checksums) {
-  // Wide elements first: so all of them lie at multiples of their size, without gaps.
+  // Wide elements first, so that all of them are aligned without gaps.
   std::vector<size_t> by_width(content.parts.size());
   std::iota(by_width.begin(), by_width.end(), 0);
   auto width = [&](size_t i) { return c10::elementSize(content.parts[i].whole.dtype); };
@@ -292,7 +292,7 @@ ShardLayout layout_of(const ShardContent& content, const CheckpointIndex& index,
   for (size_t i : by_width) {
     const auto& [name, whole, elements, tensor] = content.parts[i];
     const int64_t bytes = elements.size() * static_cast<int64_t>(width(i));
-    // Safetensors knows no memory order: only what is whole and in order has its shape.
+    // Safetensors has no memory order, so only a whole, row-major tensor has its shape.
     const bool shaped = whole.order.empty() && elements == Range{0, whole.numel()};
     header[name] = {{"dtype", dtype_name(whole.dtype, name)},
                     {"shape", shaped ? whole.shape : std::vector<int64_t>{elements.size()}},
@@ -335,9 +335,11 @@ void merge_shard(std::string_view text, int rank, int64_t file_bytes, Checkpoint
     auto& whole = index.tensors.emplace(name, tensor).first->second;
     TORCH_CHECK_VALUE(
         whole.dtype == tensor.dtype && whole.shape == tensor.shape && whole.order == tensor.order,
-        name, ": expected the dtype, shape and memory order of the other ranks");
+        name, ": expected the dtype, shape and memory order that ",
+        index.files[whole.parts.front().file].name, " has");
     const auto bytes = to_range(member(entry, "data_offsets", name), name);
-    TORCH_CHECK_VALUE(bytes.begin <= file_bytes - base, name, ": expected a place in the file");
+    TORCH_CHECK_VALUE(bytes.begin <= file_bytes - base, name,
+                      ": expected a position inside the file");
     whole.parts.push_back({file, to_range(member(part, "elements", name), name), base + bytes.begin,
                            to_checksums(to_string(member(part, "checksums", name), name), name)});
   }
@@ -385,8 +387,8 @@ void check_index(const CheckpointIndex& index) {
     std::sort(places.begin(), places.end(),
               [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
     for (size_t i = 1; i < places.size(); ++i) {
-      TORCH_CHECK_VALUE(places[i - 1].end <= places[i].begin, "expected a place of its own for ",
-                        *places[i].name, ", got that of ", *places[i - 1].name, " in ",
+      TORCH_CHECK_VALUE(places[i - 1].end <= places[i].begin, "expected separate bytes for ",
+                        *places[i].name, ", got an overlap with ", *places[i - 1].name, " in ",
                         index.files[f].name);
     }
   }
@@ -436,7 +438,8 @@ std::optional<std::string> id_of_index(std::string_view text) {
 CheckpointIndex index_from_text(std::string_view text) {
   const auto json = parse_json(text);
   const auto format = to_object(json, "index").find("format");
-  TORCH_CHECK_VALUE(format != json.end() && *format == kFormat, "it is no index of a checkpoint");
+  TORCH_CHECK_VALUE(format != json.end() && *format == kFormat,
+                    "it is not an index of a checkpoint");
   const auto version = to_int(member(json, "version", "index"), "version");
   TORCH_CHECK_VALUE(version == kVersion, "expected version ", kVersion, ", got ", version);
   check_text(text);
@@ -466,7 +469,7 @@ CheckpointIndex index_from_text(std::string_view text) {
     index.files.push_back({to_string(member(item, "name", "file"), "file"), static_cast<int>(rank),
                            to_int(member(item, "bytes", "file"), "file")});
     const auto& file = index.files.back();
-    // Also keeps names from leading out of the directory.
+    // Also keeps names from pointing outside the directory.
     TORCH_CHECK_VALUE(to_int(member(item, "rank", "file"), "file") == rank &&
                           file.name == shard_name(index.id, static_cast<int>(rank)),
                       "expected the file ", shard_name(index.id, static_cast<int>(rank)), ", got '",

@@ -1,6 +1,6 @@
 #pragma once
 
-// index.json and the headers of shards, as text and checked.
+// The text of index.json and of the headers of shards, and its checks.
 
 #include <optional>
 #include <string>
@@ -23,7 +23,7 @@ struct ShardPart {
   at::Tensor tensor;
 };
 
-// What one rank contributes: its parts, and the rest of what the index says of its parameters.
+// What one rank contributes: its parts, and what else the index says about its parameters.
 struct ShardContent {
   std::vector<ShardPart> parts;
   std::map<int64_t, std::vector<std::string>> state;
@@ -33,18 +33,18 @@ struct ShardContent {
 // Dtype, shape and memory order; no parts yet.
 CheckpointTensor describe(const at::Tensor& tensor);
 
-// What the names of an id's shards begin with.
+// The prefix of the names of an id's shards.
 std::string shard_prefix(const std::string& id);
 std::string shard_name(const std::string& id, int rank);
-// Whether a file is a shard, whole or not, or a temporary index: something that a save made.
+// Whether a file is a shard, whole or not, or a temporary index.
 bool is_save_file(const std::string& name);
 
 // The second name of an index that was replaced, and the id in such a name.
 std::string previous_index_name(const std::string& id);
 std::optional<std::string> id_of_previous_index(const std::string& name);
 
-// The layout of a shard: parts by offset, and the bytes that come first. The text has the same
-// length whatever the checksums are.
+// The layout of a shard: the offsets of its parts, and the header. The header's length does not
+// depend on the checksums.
 struct ShardLayout {
   std::vector<int64_t> offsets;  // of each part, in the file
   int64_t bytes = 0;             // of the file
@@ -53,20 +53,20 @@ struct ShardLayout {
 ShardLayout layout_of(const ShardContent& content, const CheckpointIndex& index, int rank,
                       const std::vector<std::vector<uint32_t>>& checksums);
 
-// Adds what the header of a shard says to an index. Throws ValueError unless it is of that index.
+// Adds the contents of a shard's header to an index. Throws ValueError unless it belongs to it.
 void merge_shard(std::string_view header, int rank, int64_t file_bytes, CheckpointIndex& index);
 
 // Throws ValueError unless param groups and state name each parameter, tensor and value once.
 void check_state(const CheckpointIndex& index);
-// And unless every element of every tensor is there once, in a place of its own.
+// Also throws unless every element of every tensor exists once, without overlap.
 void check_index(const CheckpointIndex& index);
 
 // The text is a JSON object whose first key, "crc-32", has the checksum of all that follows, and
 // whose second is the id.
 std::string index_to_text(const CheckpointIndex& index);
-// How many first bytes the next two want to see.
+// How many bytes from the start the next two functions need.
 constexpr int64_t kIndexHeadBytes = 64;
-// Whether a file that begins so can be an index.
+// Whether a file with this beginning can be an index.
 bool is_index_text(std::string_view head);
 // The id, where it is the second key.
 std::optional<std::string> id_in_head(std::string_view head);

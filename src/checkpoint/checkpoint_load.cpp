@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 
@@ -12,7 +13,7 @@
 namespace shardstep::detail {
 namespace {
 
-// A name as the module has it without DistributedDataParallel or torch.compile around it.
+// A name without the prefixes of DistributedDataParallel and torch.compile.
 std::string unwrapped(std::string name) {
   constexpr std::string_view kParallel = "module.", kCompiled = "_orig_mod.";
   for (size_t at = 0; (at = name.find(kCompiled, at)) != std::string::npos;) {
@@ -26,7 +27,7 @@ std::string unwrapped(std::string name) {
   return name;
 }
 
-// What an option is, as far as an optimizer cares.
+// The kind of an option's value, as far as it matters to an optimizer.
 const char* kind_of(const c10::IValue& value) {
   if (value.isBool()) return "a bool";
   if (value.isInt() || value.isDouble()) return "a number";
@@ -37,7 +38,7 @@ const char* kind_of(const c10::IValue& value) {
   return "a dict";
 }
 
-// Options that one side has and the other lacks, as far as optimizers read them.
+// Options that one side has and the other lacks, except those that no optimizer reads.
 std::vector<std::string> lacking(const NamedValues& some, const NamedValues& others) {
   std::vector<std::string> keys;
   for (const auto& item : some) {
@@ -46,14 +47,14 @@ std::vector<std::string> lacking(const NamedValues& some, const NamedValues& oth
   return keys;
 }
 
-// An option that the saver did not have takes its default. Where each side has options that the
-// other lacks, it is another optimizer's.
+// An option that the saver did not have takes its default. If each side has options that the other
+// lacks, they belong to different optimizers.
 void check_options(const NamedValues& expected, const NamedValues& saved,
                    const NamedValues& defaults, size_t group) {
   const auto missing = lacking(defaults, saved), unknown = lacking(saved, expected);
   TORCH_CHECK_VALUE(missing.empty() || unknown.empty(), "shardstep: expected param group ", group,
-                    " to have '", missing.front(), "', got another optimizer's options, with '",
-                    unknown.front(), "'");
+                    " to have '", missing.front(),
+                    "', got the options of another optimizer, with '", unknown.front(), "'");
   for (const auto& item : expected) {
     const auto* value = saved.find(item.key());
     if (value == nullptr || value->isNone() || item.value().isNone()) continue;
@@ -69,7 +70,7 @@ void check_options(const NamedValues& expected, const NamedValues& saved,
   }
 }
 
-// How an optimizer computes, not what: none leaves it as it is.
+// Options that say how an optimizer computes, not what; a saved none leaves them unchanged.
 bool is_hint(const std::string& key) { return key == "foreach" || key == "fused"; }
 
 NamedValues merged(const NamedValues& current, const NamedValues& saved,
@@ -106,18 +107,18 @@ std::vector<int64_t> match(const ShardEngine& engine, const CheckpointIndex& ind
                       at::IntArrayRef(theirs.shape.value_or(std::vector<int64_t>{})));
   }
   for (size_t g = 0; g < index.param_groups.size(); ++g) {
-    check_options(target.param_groups[g].options, index.param_groups[g].options, target.defaults,
+    check_options(target.param_groups[g].options, index.param_groups[g].options, target.defaults[g],
                   g);
   }
   return saved;
 }
 
-// State that had the dtype of its parameter follows the parameter that it is loaded for; any other
-// keeps its own.
+// State that had the dtype of its parameter follows the parameter, or master, that it is loaded
+// for; any other keeps its own.
 at::ScalarType loaded_dtype(at::ScalarType saved, std::optional<at::ScalarType> saved_param,
-                            const at::Tensor& param) {
+                            const at::Tensor& local) {
   const bool followed = saved_param == saved && at::isFloatingType(saved);
-  return followed ? state_dtype(saved, param) : saved;
+  return followed ? state_dtype(saved, local) : saved;
 }
 
 // This rank's part of a state tensor, laid out as the parameter.
@@ -127,7 +128,7 @@ at::Tensor read_like_param(Checkpoint& checkpoint, const std::string& name, cons
   if (sharding == Sharding::kElement && info.order == memory_order(param)) {
     return checkpoint.read(name, elements);
   }
-  auto tensor = in_order_of(param.is_cpu() ? param : param.cpu(), checkpoint.read(name));
+  auto tensor = in_order_of(param, checkpoint.read(name));
   if (sharding == Sharding::kElement) {
     tensor = flat_view(tensor).narrow(0, elements.begin, elements.size()).clone();
   }
@@ -138,7 +139,7 @@ NamedValues read_state(Checkpoint& checkpoint, const ShardEngine& engine, const 
                        int64_t saved, bool known_elementwise) {
   const auto& index = checkpoint.index();
   const auto& param = engine.param(local.index);
-  const auto sharding = engine.options().sharding;
+  const auto sharding = engine.sharding(local.index);
   NamedValues values;
   for (const auto& key : index.state.at(saved)) {
     const auto name = state_name(saved, key);
@@ -149,7 +150,7 @@ NamedValues read_state(Checkpoint& checkpoint, const ShardEngine& engine, const 
     }
     const auto& info = index.tensors.at(name);
     if (like_param(key, info.shape, param)) {
-      const auto dtype = loaded_dtype(info.dtype, index.parameters[saved].dtype, param);
+      const auto dtype = loaded_dtype(info.dtype, index.parameters[saved].dtype, local.tensor);
       const auto tensor = read_like_param(checkpoint, name, param, local.elements, sharding);
       values.insert(key, tensor.to(tensor.options().dtype(dtype).device(param.device())));
       continue;
@@ -160,8 +161,8 @@ NamedValues read_state(Checkpoint& checkpoint, const ShardEngine& engine, const 
   return values;
 }
 
-// The name in the checkpoint of each thing that the module has, which may be wrapped otherwise than
-// when it was saved.
+// The names in the checkpoint of a module's tensors and values; the module may be wrapped
+// differently than when it was saved.
 class ModuleNames {
  public:
   explicit ModuleNames(const CheckpointIndex& index) {
@@ -178,7 +179,7 @@ class ModuleNames {
     return is_left ? found->second : "";
   }
   void check_all_taken() const {
-    TORCH_CHECK_VALUE(left_.empty(), "shardstep: expected nothing that the module lacks, got ",
+    TORCH_CHECK_VALUE(left_.empty(), "shardstep: expected only tensors that the module has, got ",
                       kPrefix, *left_.begin());
   }
   static std::string tensor(const std::string& name) { return std::string(kPrefix) + name; }
@@ -227,11 +228,14 @@ LoadedCheckpoint read_checkpoint_for(const ShardEngine& engine, Checkpoint& chec
   const auto& index = checkpoint.index();
   const auto saved = match(engine, index, target);
   LoadedCheckpoint loaded;
+  for (const auto& [param, keys] : index.state) {
+    if (std::find(keys.begin(), keys.end(), kMasterKey) != keys.end()) loaded.has_masters = true;
+  }
   for (size_t group = 0; group < engine.group_count(); ++group) {
     for (const auto& local : engine.local_params(group)) {
       if (index.state.count(saved[local.index]) == 0) continue;
       loaded.state.emplace(local.index, read_state(checkpoint, engine, local, saved[local.index],
-                                                   target.known_elementwise));
+                                                   target.known_elementwise[group]));
     }
   }
   if (!target.module.empty() || !target.module_values.empty()) {
@@ -245,7 +249,7 @@ LoadedCheckpoint read_checkpoint_for(const ShardEngine& engine, Checkpoint& chec
   }
   for (size_t g = 0; g < index.param_groups.size(); ++g) {
     loaded.param_groups.push_back(
-        {merged(target.param_groups[g].options, index.param_groups[g].options, target.defaults),
+        {merged(target.param_groups[g].options, index.param_groups[g].options, target.defaults[g]),
          target.param_groups[g].params});
   }
   loaded.extra = index.extra;

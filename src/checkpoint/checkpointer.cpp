@@ -1,24 +1,28 @@
 #include "checkpoint/checkpointer.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <thread>
 
 #include "checkpoint/checkpoint_files.h"
 #include "checkpoint/checkpoint_load.h"
+#include "checkpoint/checkpoint_series.h"
 #include "checkpoint/save_job.h"
 #include "checkpoint/save_plan.h"
 #include "comm/agreement.h"
+#include "failure_points.h"
 #include "launch/who.h"
 
 namespace shardstep {
 namespace {
 
-// Ranks that opened different checkpoints, because one was replaced meanwhile, open it again.
+// Ranks that opened different checkpoints, because one was replaced meanwhile, open them again.
 constexpr int kMostRounds = 100;
 constexpr auto kBetweenRounds = std::chrono::milliseconds(20);
 constexpr size_t kIdBytes = 16;
 
-// The id of each rank's choosing; shorter ones are filled up. Collective.
+// The id that each rank passes; shorter ones are padded. Collective.
 std::vector<std::string> gather_ids(const ProcessGroupPtr& group, std::string id) {
   id.resize(kIdBytes, ' ');
   if (group->getSize() == 1) return {id};
@@ -32,7 +36,7 @@ std::vector<std::string> gather_ids(const ProcessGroupPtr& group, std::string id
   return ids;
 }
 
-// Opens the checkpoint of the directory, the same one on every rank. Ranks where that fails have an
+// Opens the checkpoint of the directory, the same one on every rank. Ranks where that fails get an
 // error instead. Collective.
 std::optional<Checkpoint> open_together(const ProcessGroupPtr& group, const std::string& directory,
                                         std::exception_ptr& error) {
@@ -53,6 +57,15 @@ std::optional<Checkpoint> open_together(const ProcessGroupPtr& group, const std:
   return checkpoint;
 }
 
+void check_keep_last(const std::string& pattern, const SaveOptions& options) {
+  if (!options.keep_last) return;
+  TORCH_CHECK_VALUE(*options.keep_last >= 1, "shardstep: expected keep_last of 1 or more, got ",
+                    *options.keep_last);
+  TORCH_CHECK_VALUE(detail::is_series(pattern),
+                    "shardstep: expected a directory such as \"runs/{step}\" with keep_last, got ",
+                    pattern);
+}
+
 }  // namespace
 
 Checkpointer::Checkpointer(const ShardEngine& engine) : engine_(engine) {}
@@ -61,24 +74,28 @@ Checkpointer::~Checkpointer() {
   try {
     if (const auto failure = finish()) TORCH_WARN(*failure);
   } catch (...) {
-    // Nobody is left who could hear of it.
+    // No caller is left to report it to.
   }
 }
 
-void Checkpointer::save(const std::string& directory, CheckpointContent content,
+void Checkpointer::save(const std::string& pattern, CheckpointContent content,
                         const SaveOptions& options, std::exception_ptr error) {
   wait();
-  const auto& group = engine_.process_group();
+  const auto& group = engine_.control_group();
   detail::SaveTask task;
+  std::string directory;
   std::vector<std::string> lines;
   if (!error) {
     try {
+      check_keep_last(pattern, options);
+      directory = detail::expand_directory(pattern, content.extra);
       auto plan = detail::plan_save(engine_, content);
       lines = detail::comparable_lines(directory, content, options.mode);
       detail::make_directory(directory);
       if (engine_.rank() == 0) {
         detail::check_replaceable(directory);
         task.lock = std::make_unique<detail::DirectoryLock>(directory);
+        SHARDSTEP_FAILURE_POINT("save: locked");
       }
       task.head = std::move(plan.head);
       task.shard = std::move(plan.shard);
@@ -87,7 +104,9 @@ void Checkpointer::save(const std::string& directory, CheckpointContent content,
     }
   }
   detail::agree(group, lines, error ? detail::with_rank(error, detail::who(group)) : nullptr);
+  SHARDSTEP_FAILURE_POINT("save: agreed");
   task.directory = directory;
+  if (detail::is_series(pattern)) task.series = pattern;
   task.head.id = gather_ids(group, detail::new_id())[0];
   task.rank = engine_.rank();
   task.options = options;
@@ -108,14 +127,15 @@ void Checkpointer::save(const std::string& directory, CheckpointContent content,
 void Checkpointer::wait() {
   if (!job_ || waited_) return;
   waited_ = true;
-  const auto& group = engine_.process_group();
-  // A failure that all ranks know of means that there will be no index. If the ranks cannot talk,
-  // there may be one, and the shards must stay: the next save removes them if need be.
+  const auto& group = engine_.control_group();
+  // A failure that all ranks know about means that there will be no index. If the ranks cannot
+  // communicate, there may be one, and the shards must stay; the next save removes them if needed.
   auto error = job_->shard_error();
   std::optional<detail::Failure> failure;
   try {
     failure = detail::first_failure(group, error);
     if (!failure) {
+      SHARDSTEP_FAILURE_POINT("save: shards are known");
       job_->expect_shards();
       error = job_->index_error();
       failure = detail::first_failure(group, error);
@@ -123,7 +143,7 @@ void Checkpointer::wait() {
   } catch (...) {
     job_->cancel();
     if (error) std::rethrow_exception(error);
-    TORCH_CHECK(false, "shardstep: could not hear from every rank whether the checkpoint in ",
+    TORCH_CHECK(false, "shardstep: could not learn from every rank whether the checkpoint in ",
                 job_->directory(), " is complete: ", detail::message_of(std::current_exception()),
                 detail::who(group));
   }
@@ -140,9 +160,9 @@ std::optional<std::string> Checkpointer::finish() {
   auto error = job_->shard_error();
   if (!error) error = job_->index_error();
   if (!error) return std::nullopt;
-  return c10::str("shardstep: the checkpoint in ", job_->directory(),
-                  " was not saved, and nobody called wait_checkpoint() to hear of it: ",
-                  detail::message_of(error));
+  return c10::str(
+      "shardstep: the checkpoint in ", job_->directory(),
+      " was not saved, and no later call reported the error: ", detail::message_of(error));
 }
 
 CheckpointProgress Checkpointer::progress() const {
@@ -153,8 +173,9 @@ CheckpointProgress Checkpointer::progress() const {
 LoadedCheckpoint Checkpointer::load(const std::string& directory, const CheckpointTarget& target,
                                     const std::function<void(const LoadedCheckpoint&)>& prepare,
                                     std::exception_ptr error) {
+  RECORD_FUNCTION("shardstep::checkpoint_load", std::vector<c10::IValue>());
   wait();
-  const auto& group = engine_.process_group();
+  const auto& group = engine_.control_group();
   LoadedCheckpoint loaded;
   std::vector<std::string> lines;
   auto checkpoint = open_together(group, directory, error);
@@ -173,7 +194,7 @@ LoadedCheckpoint Checkpointer::load(const std::string& directory, const Checkpoi
 }
 
 void Checkpointer::share(const std::exception_ptr& error) const {
-  const auto& group = engine_.process_group();
+  const auto& group = engine_.control_group();
   if (const auto failure = detail::first_failure(group, error)) {
     detail::throw_failure(group, *failure, error);
   }

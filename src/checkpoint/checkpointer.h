@@ -1,10 +1,10 @@
 #pragma once
 
-// Saving and loading what a ShardEngine's ranks hold, as a checkpoint (checkpoint.h): each rank
-// writes its own shard, rank 0 the index when all shards are there. Both faces use it.
+// Saves and loads what a ShardEngine's ranks hold, as a checkpoint (checkpoint.h): each rank writes
+// its own shard, and rank 0 the index when all shards exist. C++ and Python both use it.
 // Collective: save, wait, load and share. An error on one rank is an error on all; a save that
-// fails leaves the checkpoint that was there before. Thread safety: one thread at a time, but
-// progress() from any. Destruction does not communicate: it is finish(), and warns of a failure.
+// fails leaves the previous checkpoint in place. Thread safety: one thread at a time, but
+// progress() from any. Destruction does not communicate: it calls finish(), and warns of a failure.
 
 #include <chrono>
 #include <exception>
@@ -34,15 +34,17 @@ enum class SaveMode {
 
 struct SaveOptions {
   SaveMode mode = SaveMode::kBlocking;
-  // Called now and then by the thread that writes.
+  // Called from time to time by the thread that writes.
   std::function<void(CheckpointProgress)> progress;
-  // How long rank 0 waits for another rank's shard to show in the directory. Unset: 30 minutes in
-  // the background; 3 once all ranks have said that theirs are written.
+  // How long rank 0 waits for another rank's shard to appear in the directory. Unset: 30 minutes in
+  // the background; 3 once all ranks have reported that theirs are written.
   std::optional<std::chrono::milliseconds> timeout;
+  // How many checkpoints of a series stay, the new one included; unset: all.
+  std::optional<int64_t> keep_last;
 };
 
-// A tensor of the module. Ranks share the writing of parameters, which are the same everywhere;
-// of buffers rank 0's count.
+// A tensor of the module. Ranks share the writing of parameters, which are the same on all of them;
+// buffers are saved from rank 0.
 struct ModuleTensor {
   std::string name;
   at::Tensor tensor;
@@ -54,24 +56,25 @@ struct CheckpointContent {
   std::vector<StateDict::ParamGroup> param_groups;
   std::vector<std::string> names;  // by parameter index, or empty
   std::vector<ModuleTensor> module;
-  // Extra state of the module, by name; rank 0's counts.
+  // Extra state of the module, by name; saved from rank 0.
   std::map<std::string, c10::IValue> module_values;
   std::map<std::string, at::Tensor> rng;  // by device
-  c10::IValue extra;                      // a dict or none; rank 0's counts
+  c10::IValue extra;                      // a dict or none; saved from rank 0
 };
 
 // What a checkpoint is loaded into.
 struct CheckpointTarget {
   std::vector<StateDict::ParamGroup> param_groups;
   std::vector<std::string> names;          // by parameter index, or empty
-  NamedValues defaults;                    // of options that the checkpoint lacks
-  bool known_elementwise = true;           // state has the parameter's shape, or no axes
-  std::vector<ModuleTensor> module;        // empty: not asked for
+  std::vector<NamedValues> defaults;       // by group, for options that the checkpoint lacks
+  std::vector<bool> known_elementwise;     // by group: state has the parameter's shape, or no axes
+  std::vector<ModuleTensor> module;        // empty if not requested
   std::vector<std::string> module_values;  // names of extra state
 };
 
 struct LoadedCheckpoint {
   std::map<int64_t, NamedValues> state;  // of this rank's local parameters, on their devices
+  bool has_masters = false;              // in the state of any parameter; the same on every rank
   std::vector<StateDict::ParamGroup> param_groups;   // in the target's order
   std::vector<at::Tensor> module;                    // in the target's order, on the CPU
   std::map<std::string, c10::IValue> module_values;  // by name, as far as they were saved
@@ -87,20 +90,20 @@ class SHARDSTEP_API Checkpointer {
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
 
-  // Waits for the last save first. `error` is what kept the caller from making the content.
-  // Collective.
-  void save(const std::string& directory, CheckpointContent content, const SaveOptions& options,
+  // Waits for the last save first. `pattern` is a directory, or stands for one
+  // (checkpoint_series.h). `error` is what kept the caller from making the content. Collective.
+  void save(const std::string& pattern, CheckpointContent content, const SaveOptions& options,
             std::exception_ptr error = nullptr);
-  // Returns when the last save is complete on all ranks, or throws what went wrong. Collective.
+  // Returns when the last save is complete on all ranks, or throws its error. Collective.
   void wait();
   CheckpointProgress progress() const;
-  // Lets a save in the background end without asking the other ranks: rank 0 waits at most ten
-  // seconds for their shards. Returns what went wrong, if nobody has heard of it yet. To be sure of
+  // Finishes a background save without communication: rank 0 waits at most ten seconds for the
+  // other ranks' shards. Returns the error, if none of the calls above has thrown it. To be sure of
   // a checkpoint, call wait().
   std::optional<std::string> finish();
 
   // Reads what this rank needs, and verifies it. `prepare` gets it before the ranks agree that all
-  // is well; what it throws is an error on all ranks. Collective.
+  // is well; an exception from it is an error on all ranks. Collective.
   LoadedCheckpoint load(const std::string& directory, const CheckpointTarget& target,
                         const std::function<void(const LoadedCheckpoint&)>& prepare = nullptr,
                         std::exception_ptr error = nullptr);

@@ -14,7 +14,7 @@
 namespace shardstep::detail {
 namespace {
 
-// A file that is unlinked between open and lock is opened anew, at most so often.
+// How often a file that is unlinked between open and lock is opened again.
 constexpr int kMostTries = 1000;
 
 bool try_lock(int descriptor, int kind) {
@@ -39,7 +39,7 @@ std::string owner_text() {
 std::string read_owner(int descriptor) {
   char text[512];
   const auto size = ::pread(descriptor, text, sizeof(text), 0);
-  // Nothing is there yet right after it was locked.
+  // The file is still empty right after it was locked.
   return size > 0 ? std::string(text, static_cast<size_t>(size)) : "another process";
 }
 
@@ -71,7 +71,7 @@ DirectoryLock::DirectoryLock(const std::string& directory)
     }
     if (is_at(descriptor_, path_)) {
       const auto owner = owner_text();
-      // Only for people: a full disk must not fail here.
+      // Only for error messages, so a full disk is not an error here.
       if (::ftruncate(descriptor_, 0) == 0) {
         [[maybe_unused]] const auto count = ::pwrite(descriptor_, owner.data(), owner.size(), 0);
       }
@@ -79,7 +79,8 @@ DirectoryLock::DirectoryLock(const std::string& directory)
     }
     ::close(descriptor_);
   }
-  TORCH_CHECK(false, "shardstep: cannot lock ", path_, ": it is replaced again and again");
+  TORCH_CHECK(false, "shardstep: cannot lock ", path_,
+              ": it is replaced repeatedly; try again later");
 }
 
 DirectoryLock::~DirectoryLock() {

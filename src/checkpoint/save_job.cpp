@@ -1,20 +1,23 @@
 #include "checkpoint/save_job.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <unistd.h>
 
 #include <filesystem>
 
 #include "checkpoint/checkpoint_files.h"
+#include "checkpoint/checkpoint_series.h"
+#include "failure_points.h"
 
 namespace shardstep::detail {
 namespace {
 
 constexpr auto kPollShards = std::chrono::milliseconds(20);
 constexpr auto kTellProgress = std::chrono::milliseconds(100);
-// How long rank 0 waits for other ranks' shards: while they are written; once they say that they
-// have written them, which a file system of several hosts may show late (NFS keeps what it knows of
-// a directory for up to 60 seconds); and when it leaves.
+// How long rank 0 waits for other ranks' shards: while they are written; once they have reported
+// that they are written, which a network file system may show late (NFS caches a directory for up
+// to 60 seconds); and in finish().
 constexpr auto kWrite = std::chrono::minutes(30);
 constexpr auto kShow = std::chrono::minutes(3);
 constexpr std::chrono::milliseconds kLeave = std::chrono::seconds(10);
@@ -61,6 +64,7 @@ void SaveJob::start() {
 }
 
 void SaveJob::copy_parts() {
+  RECORD_FUNCTION("shardstep::checkpoint_copy", std::vector<c10::IValue>());
   at::NoGradGuard no_grad;
   for (auto& part : task_.shard.parts) {
     part.tensor = at::empty_strided(part.tensor.sizes(), part.tensor.strides(),
@@ -70,6 +74,7 @@ void SaveJob::copy_parts() {
 }
 
 void SaveJob::write_shard() {
+  RECORD_FUNCTION("shardstep::checkpoint_write", std::vector<c10::IValue>());
   std::exception_ptr error;
   try {
     ShardWriter writer(task_.directory, std::move(task_.shard), task_.head, task_.rank);
@@ -77,7 +82,9 @@ void SaveJob::write_shard() {
       writer.write(i, writer.content().parts[i].tensor, [&](int64_t bytes) { count(bytes); });
     }
     check_cancelled();
+    SHARDSTEP_FAILURE_POINT("shard: written");
     writer.commit();
+    SHARDSTEP_FAILURE_POINT("shard: committed");
   } catch (...) {
     error = with_rank(std::current_exception(), who());
   }
@@ -86,11 +93,17 @@ void SaveJob::write_shard() {
 
 // REQUIRES: rank 0, after write_shard.
 void SaveJob::write_index() {
+  RECORD_FUNCTION("shardstep::checkpoint_index", std::vector<c10::IValue>());
   std::exception_ptr error;
   try {
     if (shard_error_) std::rethrow_exception(shard_error_);
     wait_for_shards();
+    SHARDSTEP_FAILURE_POINT("index: begins");
     commit_index(task_.directory, task_.head);
+    SHARDSTEP_FAILURE_POINT("index: committed");
+    if (task_.series) {
+      update_series(*task_.series, task_.directory, task_.options.keep_last);
+    }
   } catch (...) {
     error = with_rank(std::current_exception(), who());
   }
@@ -154,7 +167,7 @@ void SaveJob::hurry(std::chrono::milliseconds limit) {
 
 void SaveJob::check_cancelled() {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!cancelled_, "shardstep: the save to ", task_.directory, " was given up");
+  TORCH_CHECK(!cancelled_, "shardstep: the save to ", task_.directory, " was cancelled");
 }
 
 void SaveJob::count(int64_t bytes) {
@@ -167,7 +180,7 @@ void SaveJob::count(int64_t bytes) {
   task_.options.progress(progress());
 }
 
-// The other ranks' shards are there under their names once they are whole.
+// The other ranks' shards appear under their final names once they are whole.
 void SaveJob::wait_for_shards() {
   std::unique_lock lock(mutex_);
   deadline_ = std::min(deadline_, Clock::now() + task_.options.timeout.value_or(kWrite));
@@ -177,11 +190,11 @@ void SaveJob::wait_for_shards() {
       ++rank;
       continue;
     }
-    TORCH_CHECK(!cancelled_, "shardstep: the save to ", task_.directory, " was given up");
+    TORCH_CHECK(!cancelled_, "shardstep: the save to ", task_.directory, " was cancelled");
     TORCH_CHECK(Clock::now() < deadline_, "shardstep: waited too long for the shard ",
                 path.string(), " of rank ", rank,
                 "; all ranks must see the same directory, and call wait_checkpoint() before they "
-                "end");
+                "exit");
     changed_.wait_for(lock, kPollShards);
   }
 }

@@ -1,8 +1,9 @@
 #pragma once
 
-// One save on one rank: its shard, and on rank 0 the index when the shards of all ranks are there.
-// Runs in the caller's thread or in one of its own. Does not communicate: files tell rank 0 what
-// the others have done. Thread safety: progress() from any thread, the rest from one.
+// One save on one rank: its shard, and on rank 0 the index when the shards of all ranks exist. Runs
+// in the caller's thread or in its own. Does not communicate: rank 0 sees in the directory what the
+// others have done; proofs/checkpoint_commit.pml models that, down to commit_index() and readers.
+// Thread safety: progress() from any thread, the rest from one.
 
 #include <atomic>
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -19,16 +21,17 @@
 
 namespace shardstep::detail {
 
-// The same error, with whose it is and who it happened to.
+// The same error, with "shardstep: " in front and `who` at the end.
 std::exception_ptr with_rank(const std::exception_ptr& error, const std::string& who);
 
 struct SaveTask {
   std::string directory;
+  std::optional<std::string> series;  // the pattern that the directory comes from
   CheckpointIndex head;
   ShardContent shard;
   int rank = 0;
   SaveOptions options;
-  std::unique_ptr<DirectoryLock> lock;  // rank 0's, held until there is an index or will be none
+  std::unique_ptr<DirectoryLock> lock;  // rank 0's, held until the index exists or never will
 };
 
 class SaveJob {
@@ -39,21 +42,21 @@ class SaveJob {
   SaveJob(const SaveJob&) = delete;
   SaveJob& operator=(const SaveJob&) = delete;
 
-  // Copies the shard and starts writing. Does not throw: what goes wrong is the shard's error.
+  // Copies the shard and starts writing. Does not throw: failures become shard_error().
   void start();
-  // Writes the shard here and now.
+  // Writes the shard in this thread.
   void write_shard();
 
-  // What went wrong with the shard, when it is written.
+  // Waits until the shard is written, and returns its error, if any.
   std::exception_ptr shard_error();
-  // What went wrong with the index, when it is written; nothing on ranks that do not write it.
+  // Waits until the index is written, and returns its error, if any; null on other ranks.
   std::exception_ptr index_error();
 
-  // All ranks say that their shards are written: what does not show soon, never will.
+  // Call when all ranks have reported that their shards are written, and should appear soon.
   void expect_shards();
-  // Ends the writing as soon as possible. Whether there is an index then, the directory says.
+  // Ends the writing as soon as possible. The index may or may not exist then.
   void cancel();
-  // Lets the writing end. Other ranks' shards are waited for some seconds more.
+  // Finishes the writing. Waits a few more seconds for other ranks' shards.
   void finish();
   // REQUIRES: no rank will write the index of this save.
   void give_up();

@@ -20,7 +20,7 @@ void check_memory(const at::Tensor& tensor, const std::string& name) {
                     ", got ", describe_memory(tensor));
 }
 
-// The value as it is now, whatever happens to its tensors later.
+// A copy of the value that later changes of its tensors do not affect.
 c10::IValue snapshot(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().detach().cpu().clone();
   if (value.isTuple()) {
@@ -41,13 +41,14 @@ c10::IValue snapshot(const c10::IValue& value) {
   return value;
 }
 
-// What JSON cannot hold is found here, and not after the shards are written.
+// Throws here for what JSON cannot hold, and not after the shards are written.
 c10::IValue checked_snapshot(const c10::IValue& value, const std::string& name) {
   to_json(value, name);
   return snapshot(value);
 }
 
-// A parameter's state on this rank. What is not cut is the same on all owners: the first writes it.
+// A parameter's state on this rank. State that is not cut is the same on all owners, so the first
+// one writes it.
 void plan_state(const ShardEngine& engine, const LocalParam& local, const NamedValues& values,
                 ShardContent& shard) {
   const auto& param = engine.param(local.index);
@@ -62,7 +63,7 @@ void plan_state(const ShardEngine& engine, const LocalParam& local, const NamedV
     }
     const auto& tensor = item.value().toTensor();
     check_memory(tensor, name);
-    if (is_cut(tensor, local.elements, engine.options().sharding)) {
+    if (is_cut(tensor, local.elements, engine.sharding(local.index))) {
       auto whole = describe(param);
       whole.dtype = tensor.scalar_type();
       shard.parts.push_back({name, std::move(whole), local.elements, tensor.detach().contiguous()});
@@ -104,7 +105,7 @@ void plan_module(const ShardEngine& engine, const std::vector<ModuleTensor>& mod
   }
 }
 
-// Extra state of the module: rank 0's counts.
+// Extra state of the module, from rank 0.
 void plan_module_values(const std::map<std::string, c10::IValue>& values, SavePlan& plan) {
   for (const auto& [name, value] : values) {
     if (!value.isTensor()) {
@@ -160,7 +161,7 @@ SavePlan plan_save(const ShardEngine& engine, const CheckpointContent& content) 
       group.options.insert(item.key(), checked_snapshot(item.value(), name));
     }
   }
-  // Strings that are not UTF-8, too.
+  // Also throws for strings that are not UTF-8.
   index_to_text(head);
   return plan;
 }

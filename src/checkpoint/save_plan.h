@@ -1,7 +1,7 @@
 #pragma once
 
-// What a rank writes when its engine's state is saved, and what the index says besides. Copies
-// small values; the tensors of a shard's parts still alias the caller's. Nothing here communicates.
+// What a rank writes when its engine's state is saved, and what else the index says. Copies small
+// values; the tensors of a shard's parts still alias the caller's. Nothing here communicates.
 
 #include <string>
 #include <vector>
@@ -13,13 +13,13 @@ namespace shardstep::detail {
 
 struct SavePlan {
   ShardContent shard;    // this rank's
-  CheckpointIndex head;  // the index, less its id and what the shards say
+  CheckpointIndex head;  // the index, without its id and the contents of the shards
 };
 
-// Throws ValueError that names what cannot be saved.
+// Throws a ValueError that names what cannot be saved.
 SavePlan plan_save(const ShardEngine& engine, const CheckpointContent& content);
 
-// What must be the same on every rank for their shards to fit together.
+// What must be the same on every rank for the shards to belong together.
 std::vector<std::string> comparable_lines(const std::string& directory,
                                           const CheckpointContent& content, SaveMode mode);
 

@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "comm/peer_input.h"
+#include "failure_points.h"
 #include "launch/who.h"
 
 namespace shardstep::detail {
@@ -33,6 +35,10 @@ std::vector<std::string> split(const std::string& text) {
 
 std::vector<std::string> all_gather_text(const ProcessGroupPtr& group, const std::string& own,
                                          const std::vector<int64_t>& sizes) {
+  constexpr int64_t kMostText = int64_t{1} << 30;
+  for (size_t rank = 0; rank < sizes.size(); ++rank) {
+    PeerInput(group, static_cast<int>(rank)).check("the size of a text", sizes[rank], 0, kMostText);
+  }
   const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
   auto padded = at::zeros({longest}, at::kByte);
   std::copy(own.begin(), own.end(), padded.data_ptr<uint8_t>());
@@ -78,7 +84,8 @@ std::string message_of(const std::exception_ptr& error) {
 
 at::Device control_device(const ProcessGroupPtr& group) {
   const auto devices = group->getDeviceTypes();
-  TORCH_CHECK_VALUE(!devices.empty(), "shardstep: expected a process group with a backend");
+  TORCH_CHECK_VALUE(!devices.empty(),
+                    "shardstep: expected a process group with a backend, got one without");
   for (const auto& device : devices) {
     if (device.is_cpu()) return device;
   }
@@ -91,9 +98,26 @@ std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tenso
   for (int rank = 0; rank < group->getSize(); ++rank) {
     output[0].push_back(at::empty_like(input[0]));
   }
-  group->allgather(output, input)->wait();
-  for (auto& tensor : output[0]) tensor = tensor.cpu();
-  return output[0];
+  try {
+    group->allgather(output, input)->wait();
+  } catch (const std::exception&) {
+    // Backends do not say which rank they are, or lost.
+    const auto error = message_of(std::current_exception());
+    TORCH_CHECK(false, "shardstep: lost another rank while agreeing with all of them: ", error,
+                who(group));
+  }
+  return at::stack(output[0]).cpu().unbind();  // the host waits for a device once
+}
+
+std::vector<at::Tensor> all_gather(Exchange& exchange, const at::Tensor& own, MessageTag tag) {
+  const auto& group = exchange.process_group();
+  auto all =
+      at::empty({group->getSize(), own.numel()}, own.options().device(control_device(group)));
+  all[group->getRank()].copy_(own);
+  Parts parts;
+  for (const auto& one : all.unbind()) parts.push_back({one});
+  exchange.all_gather(parts, tag)->wait();
+  return all.cpu().unbind();
 }
 
 std::vector<double> all_gather_number(const ProcessGroupPtr& group, double own) {
@@ -116,7 +140,9 @@ int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& line
       at::tensor({error ? 0 : hash_of(text), static_cast<int64_t>(error != nullptr),
                   static_cast<int64_t>(text.size()), next_number.load()},
                  at::kLong);
+  SHARDSTEP_FAILURE_POINT("agreement: asks");
   const auto summaries = all_gather(group, summary);
+  SHARDSTEP_FAILURE_POINT("agreement: heard");
   bool same = true;
   std::optional<int> failed;
   std::vector<int64_t> sizes;
@@ -128,7 +154,7 @@ int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& line
     sizes.push_back(fields[2]);
     number = std::max(number, fields[3]);
   }
-  // Past every rank's, so that no rank ever meets a number twice.
+  // Beyond every rank's, so that no rank ever gets a number twice.
   for (int64_t seen = next_number; seen <= number;) {
     if (next_number.compare_exchange_weak(seen, number + 1)) break;
   }
@@ -159,6 +185,7 @@ std::optional<Failure> first_failure(const ProcessGroupPtr& group,
       group, at::tensor({static_cast<int64_t>(error != nullptr),
                          static_cast<int64_t>(is_value_error), static_cast<int64_t>(text.size())},
                         at::kLong));
+  SHARDSTEP_FAILURE_POINT("outcome: heard");
   std::optional<Failure> failure;
   std::vector<int64_t> sizes;
   for (int rank = 0; rank < group->getSize(); ++rank) {

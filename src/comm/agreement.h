@@ -1,29 +1,33 @@
 #pragma once
 
-// Ranks compare what they were given before they exchange anything else.
+// Comparing what ranks were given before they exchange anything else, and passing on errors.
 
 #include <exception>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "comm/exchange.h"
 #include "shardstep/process_group.h"
 
 namespace shardstep::detail {
 
-// The device that small control messages of a group travel on.
+// The device of a group's small control messages.
 at::Device control_device(const ProcessGroupPtr& group);
 
-// The tensor of every rank, by rank and on the CPU; the same shape everywhere. Collective.
+// The tensor of every rank, by rank and on the CPU. REQUIRES: one shape on all ranks. Collective.
 std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tensor& own);
+
+// The same through an exchange, whose messages with other tags may be under way.
+std::vector<at::Tensor> all_gather(Exchange& exchange, const at::Tensor& own, MessageTag tag);
 
 // The number of every rank, by rank. Collective.
 std::vector<double> all_gather_number(const ProcessGroupPtr& group, double own);
 
-// Every rank hands in `lines` that should be the same everywhere, or an error that kept it from
-// making them. If they are, returns a number that all ranks agree on and that none of them got
-// before. If not, every rank throws: its own error, or one that names the first rank and line that
-// differ. Collective.
+// Every rank passes `lines` that should be the same on all ranks, or the error that kept it from
+// making them. If they are the same, returns a number that all ranks agree on and that none of them
+// got before. If not, every rank throws: its own error, or one that names the first rank and line
+// that differ. Collective.
 int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& lines,
               const std::exception_ptr& error);
 
@@ -37,15 +41,15 @@ struct Failure {
 // The message of an exception.
 std::string message_of(const std::exception_ptr& error);
 
-// The failure of the first rank that hands in an error, on every rank; nothing if none does. Throws
-// only if the ranks cannot talk. Collective.
+// Returns, on every rank, the failure of the first rank that passes an error; unset if none does.
+// Throws only if the ranks cannot communicate. Collective.
 std::optional<Failure> first_failure(const ProcessGroupPtr& group, const std::exception_ptr& error);
 
-// Throws on a rank what first_failure found: its own error, or one that names the rank.
+// Throws what first_failure found: this rank's own error, or one that names the rank that failed.
 [[noreturn]] void throw_failure(const ProcessGroupPtr& group, const Failure& failure,
                                 const std::exception_ptr& error);
 
-// Throws on every rank if any of them hands in an error. Collective.
+// Throws on every rank if any of them passes an error. Collective.
 void tell_every_rank(const ProcessGroupPtr& group, const std::exception_ptr& error);
 
 }  // namespace shardstep::detail

@@ -8,8 +8,8 @@ Exchange::Exchange(ProcessGroupPtr group, int64_t channel)
     : group_(std::move(group)), channel_(channel) {}
 
 int Exchange::message_tag(MessageTag tag) const {
-  // c10d's tags are non-negative 32 bit numbers; the top one keeps clear of users' small tags.
-  // Channels come again after some thousand optimizers.
+  // c10d's tags are non-negative 32-bit numbers; the top bit avoids users' small tags. Channels are
+  // reused after some thousand optimizers.
   constexpr int kOurs = 30, kChannelBits = kOurs - MessageTag::kBits;
   const auto channel = static_cast<int>(channel_ & ((1 << kChannelBits) - 1));
   return 1 << kOurs | channel << MessageTag::kBits | tag.value();
@@ -19,10 +19,10 @@ at::Tensor Exchange::make_shared(int64_t, const at::TensorOptions&) {
   TORCH_INTERNAL_ASSERT(false, "exchange ", name(), " shares no memory");
 }
 
-void Exchange::all_gather_and_wait(const std::vector<Parts>& buckets) {
+void Exchange::all_gather_and_wait(const std::vector<const Parts*>& buckets) {
   std::vector<std::unique_ptr<Pending>> pending;
   for (size_t b = 0; b < buckets.size(); ++b) {
-    pending.push_back(all_gather(buckets[b], MessageTag::bucket(static_cast<int64_t>(b))));
+    pending.push_back(all_gather(*buckets[b], MessageTag::bucket(static_cast<int64_t>(b))));
   }
   for (auto& bucket : pending) bucket->wait();
 }

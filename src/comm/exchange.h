@@ -1,20 +1,21 @@
 #pragma once
 
-// Moves parts between the ranks of a group; knows nothing of what the bytes mean.
+// Moves parts between the ranks of a group, without knowing what the bytes mean.
 // Every call is collective. Ranks make the same calls for each tag in the same order; calls with
-// different tags may come in any order where any_order() says so, else in one order on all ranks.
+// different tags may come in any order if any_order(), else in the same order on all ranks.
 //
-//                          native              pairwise       shared memory
-//   sums are taken         as the backend does in rank order  in rank order
-//   all_gather             returns at once     at once        when all have read the last one
-//                                                             with this tag
+//                          native              pairwise       shared memory, hierarchical
+//   sums are taken         as the backend does in rank order  in rank order; per host, then over
+//                                                             hosts in order of lowest rank
+//   all_gather             returns at once     at once        when all ranks of the host have read
+//                                                             the last one with this tag
 //   reduce_scatter, post   returns at once     at once        at once
 //   make_reduction         returns at once     at once        at once
-//   all_gather_and_wait,   block until everything has arrived, a rank is known to be gone or has
+//   all_gather_and_wait,   block until everything has arrived, a rank is known to have died or has
 //   Pending::wait, finish  given up, or the group's timeout has passed
 //
-// A sum in rank order has the same bits on every run. Native also takes it in rank order where
-// gradients travel in a narrower dtype. Thread safety: one thread at a time per exchange.
+// All but native's sums have the same bits on every run. Native also sums in rank order where
+// gradients are sent in a narrower dtype. Thread safety: one thread at a time per exchange.
 
 #include <chrono>
 #include <memory>
@@ -29,7 +30,7 @@
 
 namespace shardstep {
 
-// Communication under way. It keeps the tensors alive; dropping it does not wait.
+// Communication under way. It keeps the tensors alive; destroying it does not wait.
 class SHARDSTEP_API Pending {
  public:
   virtual ~Pending() = default;
@@ -46,81 +47,87 @@ struct Traffic {
 
 struct ReductionOptions {
   std::vector<int64_t> numel;  // how many elements each rank owns
-  at::TensorOptions tensor;    // dtype and device of what is added up
-  // What is added up is first rounded to this dtype, and travels so. Ranks round what they own too:
-  // a sum does not depend on who owns it.
+  at::TensorOptions tensor;    // dtype and device of the sum
+  // What is summed is first rounded to this dtype, unless it has it already, and sent in it. Ranks
+  // round what they own too, so that a sum does not depend on who owns it.
   std::optional<at::ScalarType> wire = std::nullopt;
   MessageTag tag = MessageTag::bucket(0);
   double divisor = 1;
 };
 
-// Adding up the same parts again and again, while something else is computed.
+// Sums the same parts repeatedly, while something else is computed.
 class SHARDSTEP_API Reduction {
  public:
   virtual ~Reduction() = default;
-  // Starts a round: parts[r] goes to rank r. They are dropped as soon as they are not needed.
-  // `squares` asks for squares(). REQUIRES: the last round was released.
+  // Starts a round: parts[r], in the dtype of the sum or of the wire, goes to rank r. They are
+  // released as soon as they are not needed.
+  // `squares` requests squares(). REQUIRES: finish() ended the last round.
   virtual void post(Parts parts, bool squares) = 0;
-  // Whether finish() would return at once; waits for that, but not longer than `patience`.
+  // Whether finish() would return at once; waits for that for at most `patience`.
   virtual bool ready(std::chrono::milliseconds patience) = 0;
-  // The sum of what this rank owns over all ranks, divided; parts side by side in one 1-D tensor,
-  // which is lent until release().
+  // The sum over all ranks of what this rank owns, divided: its parts side by side in one 1-D
+  // tensor, which the next round overwrites.
   virtual at::Tensor finish() = 0;
-  // The squares of that sum's elements, added up; nothing if that takes another pass over them.
+  // The sum of the squares of that sum's elements; unset if that would take another pass.
   virtual std::optional<double> squares() const { return std::nullopt; }
-  // Gives the sum back, which the next round overwrites. REQUIRES: finish() was called.
-  virtual void release() = 0;
 };
 
 class SHARDSTEP_API Exchange {
  public:
-  // `channel` keeps the messages of exchanges that share a group apart; the ranks agree on it.
+  // `channel`, the same on all ranks, separates the messages of exchanges that share a group.
   Exchange(ProcessGroupPtr group, int64_t channel);
   virtual ~Exchange() = default;
 
-  // parts[r] of rank r reach every rank.
+  // Copies parts[r] from rank r to every rank.
   virtual std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag tag) = 0;
 
-  // The same for bucket after bucket, and waits. All ranks give the same number of buckets.
-  virtual void all_gather_and_wait(const std::vector<Parts>& buckets);
+  // The same for several buckets, and waits. All ranks pass the same number of buckets.
+  virtual void all_gather_and_wait(const std::vector<const Parts*>& buckets);
 
-  // parts[r] of all ranks are added up on rank r, in its parts[r], and divided by `divisor`.
+  // Sums parts[r] of all ranks on rank r, in its parts[r], and divides by `divisor`.
   // REQUIRES: parts of one dtype.
   virtual std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
                                                   double divisor = 1) = 0;
 
-  // Ranks make their reductions in the same order; rounds of different ones may come in any.
-  // Collective.
+  // Ranks make their reductions in the same order; rounds of different reductions may come in any
+  // order. Collective.
   virtual std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) = 0;
 
-  // Whether all ranks can have one copy of a tensor.
+  // Whether the ranks of a host can share one copy of a tensor.
   virtual bool shares_memory() const { return false; }
-  // A tensor in memory that every rank has. REQUIRES: shares_memory(). Collective.
+  // A tensor in memory that all ranks of a host share. REQUIRES: shares_memory(). Collective.
   virtual at::Tensor make_shared(int64_t numel, const at::TensorOptions& options);
+  // Copies parts[r] of such tensors from rank r to the hosts that do not share its memory. When
+  // this returns on all ranks of a host, that host has everything.
+  virtual void all_gather_between_hosts(const std::vector<const Parts*>& buckets) {}
 
-  // `own` of every rank reaches rank `to`, in into[r]. REQUIRES: `into` fits on `to`; it is not
-  // looked at elsewhere, nor is into[to].
+  // Copies `own` of rank r to into[r] on rank `to`. REQUIRES: `into` fits on `to`; it is ignored on
+  // other ranks, and so is into[to].
   std::unique_ptr<Pending> gather(const std::vector<at::Tensor>& own, const Parts& into, int to,
                                   MessageTag tag);
 
-  // Tensors of rank `from` reach rank `to`; other ranks pass.
+  // Copies tensors from rank `from` to rank `to`; other ranks do nothing.
   std::unique_ptr<Pending> transfer(const std::vector<at::Tensor>& tensors, int from, int to,
                                     MessageTag tag);
 
   // Tells the other ranks that this one will not do its part, and why: whatever they wait for ends
-  // in an error that says so. The exchange is of no use afterwards. Through shared memory they hear
-  // at once; otherwise nobody is told, and their waits end at the group's timeout.
+  // in an error that says so. The exchange is unusable until start_anew(). Ranks that
+  // share memory hear of it at once; the waits of others end at the group's timeout.
   virtual void give_up(const std::string& message) {}
+  // Forgets that somebody gave up, and what ranks began to share that others did not take.
+  // REQUIRES: nothing is under way; every rank calls this, and uses the exchange when all have.
+  virtual void start_anew() {}
 
   virtual const char* name() const = 0;
-  // Whether calls with different tags may come in another order on another rank.
+  // Whether calls with different tags may come in different orders on different ranks.
   virtual bool any_order() const = 0;
   const Traffic& traffic() const { return traffic_; }
+  const ProcessGroupPtr& process_group() const { return group_; }
 
  protected:
   int rank() const { return group_->getRank(); }
   int world_size() const { return group_->getSize(); }
-  // As c10d wants it.
+  // The tag for c10d.
   int message_tag(MessageTag tag) const;
 
   ProcessGroupPtr group_;

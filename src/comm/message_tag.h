@@ -1,7 +1,7 @@
 #pragma once
 
 // The tags of all messages between the ranks of an optimizer: what kind of message, and its number
-// within that kind. Different kinds and numbers never meet.
+// within that kind. Messages of different kinds or numbers are never confused.
 
 #include <c10/util/Exception.h>
 
@@ -10,22 +10,26 @@
 namespace shardstep {
 
 enum class MessageKind : int {
-  kBucket,          // parameters, gradients and state of a bucket of the engine
-  kArriving,        // parameters of a bucket that travel on after step()
+  kBucket,          // parameters of a bucket of the engine
+  kGradients,       // of a bucket of the engine; a rank may post them long before another
+  kState,           // of a bucket of the engine
+  kArriving,        // parameters of a bucket that are still being sent after step()
   kPartialStep,     // parameters that were updated inside DDP's backward pass
   kReduceToOwners,  // gradients of a bucket of DDP
   kControl,         // numbered by ControlMessage
 };
 
 enum class ControlMessage : int {
-  kMeet,
   kGradientMeeting,
   kGradientValues,
   kWholeGradient,
   kLentGradients,
   kParamStatus,
+  kStepOutcome,
   kStateSizes,
   kStateCatalogues,
+  kFirstProbe,  // of what a backend can do
+  kSecondProbe,
 };
 
 class MessageTag {

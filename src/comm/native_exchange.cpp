@@ -1,14 +1,19 @@
 #include "comm/native_exchange.h"
 
+#include <algorithm>
 #include <optional>
+#include <unordered_map>
+#include <utility>
 
 #include "comm/pending_works.h"
 #include "comm/rank_order_sum.h"
+#include "failure_points.h"
+#include "torch_versions.h"
 
 namespace shardstep::detail {
 namespace {
 
-// Parts that lie side by side in one storage, one of equal size per rank: the tensor they make up.
+// The tensor that the parts form, if they are of equal size, one per rank, and adjacent in memory.
 std::optional<at::Tensor> joined(const Parts& parts) {
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     if (parts[rank].size() != 1) return std::nullopt;
@@ -25,6 +30,98 @@ std::optional<at::Tensor> joined(const Parts& parts) {
                           first.storage_offset());
 }
 
+std::vector<int64_t> numel_by_rank(const Parts& parts) {
+  std::vector<int64_t> numel;
+  for (const auto& rank_parts : parts) {
+    numel.push_back(0);
+    for (const auto& part : rank_parts) numel.back() += part.numel();
+  }
+  return numel;
+}
+
+// Where each rank's elements are in a flat tensor. Ranges of equal size are moved by one
+// collective, at the price of padding; others by a coalesced call of one operation per rank.
+struct FlatLayout {
+  FlatLayout(std::vector<int64_t> numel, bool coalesces) : numel(std::move(numel)) {
+    const auto ranks = static_cast<int64_t>(this->numel.size());
+    const int64_t largest = *std::max_element(this->numel.begin(), this->numel.end());
+    int64_t total = 0;
+    for (int64_t one : this->numel) total += one;
+    equal = !coalesces || ranks * largest <= total + total / 4;
+    for (int64_t one : this->numel) {
+      begin.push_back(size);
+      size += equal ? largest : one;
+    }
+    padded = equal ? largest : 0;
+  }
+
+  at::Tensor part(const at::Tensor& flat, size_t rank) const {
+    return flat.narrow(0, begin[rank], numel[rank]);
+  }
+
+  std::vector<int64_t> numel;  // by rank
+  std::vector<int64_t> begin;  // by rank
+  int64_t size = 0;
+  bool equal = false;
+  int64_t padded = 0;  // size of a range, if they are equal
+};
+
+// The parts in the order of the layout, in one tensor and by one kernel.
+at::Tensor flattened(const Parts& parts, const FlatLayout& layout,
+                     const at::TensorOptions& options) {
+  int64_t longest_gap = 0;
+  for (int64_t numel : layout.numel) longest_gap = std::max(longest_gap, layout.padded - numel);
+  const auto padding = at::empty({longest_gap}, options);
+  std::vector<at::Tensor> pieces;
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    pieces.insert(pieces.end(), parts[rank].begin(), parts[rank].end());
+    const int64_t gap = layout.padded - layout.numel[rank];
+    if (layout.equal && gap > 0) pieces.push_back(padding.narrow(0, 0, gap));
+  }
+  return pieces.empty() ? at::empty({0}, options) : at::cat(pieces);
+}
+
+// Copies between flat tensors and parts, by one kernel.
+class Copies {
+ public:
+  // The parts are side by side in `flat`.
+  void add(at::Tensor flat, const std::vector<at::Tensor>& parts) {
+    int64_t offset = 0;
+    for (const auto& part : parts) {
+      from_.push_back(flat.narrow(0, offset, part.numel()));
+      to_.push_back(part);
+      offset += part.numel();
+    }
+  }
+  void make() {
+    if (!to_.empty()) at::_foreach_copy_(to_, from_);
+  }
+
+ private:
+  std::vector<at::Tensor> from_, to_;
+};
+
+// Parts of one dtype and device each, in an order that is the same on all ranks.
+std::vector<Parts> by_kind(const Parts& parts) {
+  std::vector<std::pair<at::ScalarType, at::Device>> kinds;
+  std::vector<Parts> result;
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    for (const auto& part : parts[rank]) {
+      const std::pair kind(part.scalar_type(), part.device());
+      const auto found = std::find(kinds.begin(), kinds.end(), kind);
+      const auto index = found - kinds.begin();
+      if (found == kinds.end()) {
+        kinds.push_back(kind);
+        result.emplace_back(parts.size());
+      }
+      result[index][rank].push_back(part);
+    }
+  }
+  return result;
+}
+
+class NativeReduction;
+
 class NativeExchange : public Exchange {
  public:
   using Exchange::Exchange;
@@ -34,98 +131,190 @@ class NativeExchange : public Exchange {
 
   std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag) override {
     auto pending = std::make_unique<PendingWorks>(group_);
-    if (auto whole = joined(parts)) {
-      at::Tensor own = parts[rank()].front();
-      pending->add(group_->all_gather_single(*whole, own), "gathering from all, with", rank());
-      pending->keep({*whole, own});
-    } else {
-      for (int owner = 0; owner < world_size(); ++owner) {
-        for (const auto& part : parts[owner]) {
-          std::vector<at::Tensor> one{part};
-          c10d::BroadcastOptions options;
-          options.rootRank = owner;
-          pending->add(group_->broadcast(one, options), "waiting for", owner);
-          pending->keep(one);
-        }
-      }
-    }
+    for (const auto& some : by_kind(parts)) start_gather(some, *pending);
     count(parts, traffic_.bytes_sent, traffic_.bytes_received);
+    SHARDSTEP_FAILURE_POINT("native gather: started");
     return pending;
+  }
+
+  // Few at a time: each may have a flat copy of its bucket.
+  void all_gather_and_wait(const std::vector<const Parts*>& buckets) override {
+    constexpr size_t kAhead = 2;
+    std::vector<std::unique_ptr<Pending>> pending;
+    for (size_t b = 0; b < buckets.size(); ++b) {
+      if (b >= kAhead) std::exchange(pending[b - kAhead], nullptr)->wait();
+      pending.push_back(all_gather(*buckets[b], MessageTag::bucket(static_cast<int64_t>(b))));
+    }
+    for (auto& bucket : pending) {
+      if (bucket) bucket->wait();
+    }
   }
 
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag, double divisor) override {
     auto pending = std::make_unique<PendingWorks>(group_);
-    if (auto whole = joined(parts)) {
-      // Into a tensor of its own: input and output may not overlap.
-      at::Tensor sum = at::empty_like(parts[rank()].front());
-      pending->add(group_->reduce_scatter_single(sum, *whole), "adding up with all, as", rank());
-      pending->keep({*whole, sum});
-      pending->then([own = parts[rank()].front(), sum, divisor]() mutable {
-        if (divisor != 1) sum.div_(divisor);
-        own.copy_(sum);
-      });
-    } else {
-      for (int owner = 0; owner < world_size(); ++owner) {
-        for (const auto& part : parts[owner]) {
-          std::vector<at::Tensor> one{owner == rank() ? part : part.clone()};
-          c10d::ReduceOptions options;
-          options.rootRank = owner;
-          pending->add(group_->reduce(one, options), "adding up on", owner);
-          pending->keep(one);
-        }
-      }
-      if (divisor != 1) {
-        pending->then([own = parts[rank()], divisor] {
-          for (at::Tensor part : own) part.div_(divisor);
-        });
-      }
-    }
+    const auto kinds = by_kind(parts);
+    TORCH_INTERNAL_ASSERT(kinds.size() <= 1, "shardstep: parts of several dtypes");
     count(parts, traffic_.bytes_received, traffic_.bytes_sent);
+    if (kinds.empty()) return pending;
+    const auto options = options_of(parts);
+    const auto layout = layout_of(numel_by_rank(parts), options.device());
+    const auto whole = joined(parts);
+    auto flat = whole ? *whole : flattened(parts, layout, options);
+    // Into a tensor of its own: input and output may not overlap.
+    const auto sum = start_sum(flat, layout, {}, *pending);
+    pending->then([own = parts[rank()], sum, divisor] {
+      if (divisor != 1) at::Tensor(sum).div_(divisor);
+      Copies copies;
+      copies.add(sum, own);
+      copies.make();
+    });
+    SHARDSTEP_FAILURE_POINT("native sum: started");
     return pending;
   }
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override;
 
-  // The backend would add up in the dtype that travels; so the owner does, in rank order.
-  std::unique_ptr<Pending> reduce_rounded(const Parts& parts, at::ScalarType wire, double divisor) {
-    std::vector<at::Tensor> sent;
-    std::vector<int64_t> sent_numel, received_numel;
-    int64_t own_numel = 0;
-    for (const auto& part : parts[rank()]) own_numel += part.numel();
-    for (const auto& rank_parts : parts) {
-      sent_numel.push_back(0);
-      received_numel.push_back(own_numel);
-      for (const auto& part : rank_parts) {
-        sent.push_back(part.to(wire));
-        sent_numel.back() += part.numel();
-      }
+  FlatLayout layout_of(std::vector<int64_t> numel, at::Device device) const {
+    return {std::move(numel), group_->getBackend(device.type())->supportsCoalescing()};
+  }
+
+  // Starts summing a flat tensor. Returns what will be the sum of this rank's elements: `room`, if
+  // the layout's ranges are equal and it is defined, or a tensor of its own, or a part of `flat`.
+  at::Tensor start_sum(at::Tensor& flat, const FlatLayout& layout, const at::Tensor& room,
+                       PendingWorks& pending) {
+    pending.keep({flat});
+    if (layout.size == 0) return layout.part(flat, rank());
+    if (layout.equal) {
+      auto sum = room.defined() ? room : at::empty({layout.padded}, flat.options());
+      pending.add(reduce_scatter_single(*group_, sum, flat), "adding up with all, as", rank());
+      pending.keep({sum});
+      return sum.narrow(0, 0, layout.numel[rank()]);
     }
+    coalesce(flat.device(), pending, "adding up with all, as", [&] {
+      for (int owner = 0; owner < world_size(); ++owner) {
+        if (layout.numel[owner] == 0) continue;
+        std::vector<at::Tensor> one{layout.part(flat, owner)};
+        c10d::ReduceOptions options;
+        options.rootRank = owner;
+        group_->reduce(one, options);
+      }
+    });
+    return layout.part(flat, rank());
+  }
+
+  // The backend would sum in the dtype that is sent, so the owner sums, in rank order.
+  std::unique_ptr<Pending> reduce_rounded(const Parts& parts, at::ScalarType wire,
+                                          const at::Tensor& into, double divisor) {
+    std::vector<at::Tensor> sent;
+    for (const auto& rank_parts : parts)
+      sent.insert(sent.end(), rank_parts.begin(), rank_parts.end());
     auto pending = std::make_unique<PendingWorks>(group_);
     if (sent.empty()) return pending;
-    at::Tensor input = at::cat(sent);
-    at::Tensor output = at::empty({own_numel * world_size()}, input.options());
-    pending->add(group_->all_to_all_single(output, input, received_numel, sent_numel),
+    auto sent_numel = numel_by_rank(parts);
+    std::vector<int64_t> received_numel(world_size(), into.numel());
+    at::Tensor input = at::cat(sent).to(wire);
+    at::Tensor output = at::empty({into.numel() * world_size()}, input.options());
+    pending->add(all_to_all_single(*group_, output, input, received_numel, sent_numel),
                  "exchanging with all, as", rank());
     pending->keep({input, output});
-    pending->then([own = parts[rank()], output, own_numel, divisor, ranks = world_size()] {
-      int64_t offset = 0;
-      for (const auto& part : own) {
-        std::vector<at::Tensor> terms;
-        for (int rank = 0; rank < ranks; ++rank) {
-          terms.push_back(output.narrow(0, rank * own_numel + offset, part.numel()));
-        }
-        sum_in_rank_order(terms, part, {.divisor = divisor});
-        offset += part.numel();
+    pending->then([into, output, divisor, ranks = world_size()] {
+      std::vector<at::Tensor> terms;
+      for (int rank = 0; rank < ranks; ++rank) {
+        terms.push_back(output.narrow(0, rank * into.numel(), into.numel()));
       }
+      if (into.numel() > 0) sum_in_rank_order(terms, into, {.divisor = divisor});
     });
     traffic_.bytes_sent += static_cast<int64_t>(input.nbytes());
     traffic_.bytes_received += static_cast<int64_t>(output.nbytes());
     return pending;
   }
 
+  // What a ring moves to bring every owner's parts to all ranks, or in the other direction to sum
+  // them; the backend does not report what it really did.
+  void count_sum(const Parts& parts) { count(parts, traffic_.bytes_received, traffic_.bytes_sent); }
+
+  // The reduction whose flat tensor exists on a device.
+  std::unordered_map<at::Device, NativeReduction*> summing;
+
  private:
-  // What a ring moves to bring every owner's parts to all, and the other way round to add them up;
-  // the backend does not tell what it really did.
+  at::TensorOptions options_of(const Parts& parts) const {
+    for (const auto& rank_parts : parts) {
+      if (!rank_parts.empty()) return rank_parts.front().options();
+    }
+    return {};
+  }
+
+  // REQUIRES: parts of one dtype and device, and not all of them empty.
+  void start_gather(const Parts& parts, PendingWorks& pending) {
+    if (auto whole = joined(parts)) {
+      at::Tensor own = parts[rank()].front();
+      if (whole->numel() == 0) return;
+      pending.add(all_gather_single(*group_, *whole, own), "gathering from all, with", rank());
+      pending.keep({*whole, own});
+      return;
+    }
+    const auto options = options_of(parts);
+    const auto layout = layout_of(numel_by_rank(parts), options.device());
+    if (layout.size == 0) return;
+    const bool in_place =
+        !layout.equal &&
+        std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part.size() <= 1; });
+    if (in_place) return broadcast_each(parts, options.device(), pending);
+
+    auto flat = at::empty({layout.size}, options);
+    auto own = layout.equal ? flat.narrow(0, layout.begin[rank()], layout.padded)
+                            : layout.part(flat, rank());
+    copy_into(parts[rank()], layout.part(flat, rank()));
+    if (layout.equal) {
+      pending.add(all_gather_single(*group_, flat, own), "gathering from all, with", rank());
+      pending.keep({flat});
+    } else {
+      Parts pieces;
+      for (size_t owner = 0; owner < parts.size(); ++owner) {
+        pieces.push_back({layout.part(flat, owner)});
+      }
+      broadcast_each(pieces, options.device(), pending);
+    }
+    pending.then([flat, layout, parts, self = rank()] {
+      Copies copies;
+      for (size_t owner = 0; owner < parts.size(); ++owner) {
+        if (static_cast<int>(owner) != self) copies.add(layout.part(flat, owner), parts[owner]);
+      }
+      copies.make();
+    });
+  }
+
+  static void copy_into(const std::vector<at::Tensor>& parts, at::Tensor into) {
+    if (!parts.empty()) at::cat_out(into, parts);
+  }
+
+  // Every owner's part, at most one each, to all ranks.
+  void broadcast_each(const Parts& parts, at::Device device, PendingWorks& pending) {
+    coalesce(device, pending, "gathering from all, with", [&] {
+      for (int owner = 0; owner < world_size(); ++owner) {
+        if (parts[owner].empty() || parts[owner].front().numel() == 0) continue;
+        std::vector<at::Tensor> one{parts[owner].front()};
+        c10d::BroadcastOptions options;
+        options.rootRank = owner;
+        group_->broadcast(one, options);
+        pending.keep(one);
+      }
+    });
+  }
+
+  // Makes the calls of `body` one call.
+  template <class Body>
+  void coalesce(at::Device device, PendingWorks& pending, const char* verb, Body body) {
+    group_->startCoalescing(device.type());
+    try {
+      body();
+    } catch (...) {
+      group_->endCoalescing(device.type());
+      throw;
+    }
+    pending.add(group_->endCoalescing(device.type()), verb, rank());
+  }
+
   void count(const Parts& parts, int64_t& outward, int64_t& inward) {
     for (int rank = 0; rank < world_size(); ++rank) {
       const int64_t bytes = bytes_of(parts[rank]);
@@ -138,39 +327,68 @@ class NativeExchange : public Exchange {
   }
 };
 
+// A round copies the parts into one flat tensor and releases them. On a device, where the memory of
+// gradients is counted, only one such tensor exists at a time: the next round waits for it, as the
+// device's streams do, not the host.
 class NativeReduction : public Reduction {
  public:
   NativeReduction(NativeExchange& exchange, int rank, const ReductionOptions& options)
-      : exchange_(exchange), options_(options), rank_(rank) {
-    sum_ = at::empty({options.numel[rank]}, options.tensor);
+      : exchange_(exchange),
+        options_(options),
+        layout_(exchange.layout_of(options.numel, options.tensor.device())),
+        rank_(rank) {
+    const bool in_place = layout_.equal && !options.wire;
+    room_ = at::empty({in_place ? layout_.padded : options.numel[rank]}, options.tensor);
+    sum_ = room_.narrow(0, 0, options.numel[rank]);
+  }
+  ~NativeReduction() override {
+    std::erase_if(exchange_.summing, [this](const auto& entry) { return entry.second == this; });
   }
 
   void post(Parts parts, bool) override {
-    own_ = parts[rank_];
-    pending_ = options_.wire ? exchange_.reduce_rounded(parts, *options_.wire, options_.divisor)
-                             : exchange_.reduce_scatter(parts, options_.tag, options_.divisor);
+    if (!sum_.is_cpu()) {
+      if (auto* const last = std::exchange(exchange_.summing[sum_.device()], this))
+        last->complete();
+    }
+    if (options_.wire) {
+      pending_ = exchange_.reduce_rounded(parts, *options_.wire, sum_, options_.divisor);
+      return;
+    }
+    exchange_.count_sum(parts);
+    auto flat = flattened(parts, layout_, options_.tensor);
+    parts.clear();
+    auto pending = std::make_unique<PendingWorks>(exchange_.process_group());
+    const auto own = exchange_.start_sum(flat, layout_, room_, *pending);
+    pending->then([this, own] {
+      if (!layout_.equal) sum_.copy_(own);
+      if (options_.divisor != 1) sum_.div_(options_.divisor);
+    });
+    pending_ = std::move(pending);
   }
 
-  // The backend does not say.
+  // The backend does not report it.
   bool ready(std::chrono::milliseconds) override { return false; }
 
   at::Tensor finish() override {
-    pending_->wait();
-    pending_.reset();
-    if (!own_.empty()) at::cat_out(sum_, own_);
-    own_.clear();
+    complete();
     return sum_;
   }
 
-  void release() override {}
-
  private:
+  void complete() {
+    at::NoGradGuard no_grad;
+    if (const auto pending = std::move(pending_)) pending->wait();
+    auto& summing = exchange_.summing[sum_.device()];
+    if (summing == this) summing = nullptr;
+  }
+
   NativeExchange& exchange_;
   ReductionOptions options_;
+  FlatLayout layout_;
   int rank_;
-  std::vector<at::Tensor> own_;
-  std::unique_ptr<Pending> pending_;
+  at::Tensor room_;  // with padding
   at::Tensor sum_;
+  std::unique_ptr<Pending> pending_;
 };
 
 std::unique_ptr<Reduction> NativeExchange::make_reduction(const ReductionOptions& options) {

@@ -1,126 +1,27 @@
 #include "comm/pairwise_exchange.h"
 
-#include <algorithm>
-#include <condition_variable>
-#include <deque>
 #include <future>
-#include <mutex>
-#include <thread>
 
 #include "comm/pending_works.h"
 #include "comm/rank_order_sum.h"
+#include "comm/scratch.h"
+#include "comm/worker.h"
+#include "failure_points.h"
 
 namespace shardstep::detail {
 namespace {
 
-// Memory to receive into, used again and again: glibc gives large blocks back to the kernel when
-// they are freed, and then every page of a new one faults.
-class Scratch {
- public:
-  // At least `numel` elements.
-  at::Tensor take(int64_t numel, const at::TensorOptions& options) {
-    const std::lock_guard lock(mutex_);
-    auto best = spare_.end();
-    for (auto one = spare_.begin(); one != spare_.end(); ++one) {
-      const bool fits = one->numel() >= numel && one->device() == options.device() &&
-                        one->dtype() == options.dtype();
-      if (fits && (best == spare_.end() || one->numel() < best->numel())) best = one;
-    }
-    if (best == spare_.end()) return at::empty({numel}, options);
-    auto taken = std::move(*best);
-    spare_.erase(best);
-    return taken;
-  }
-  void give_back(std::vector<at::Tensor> tensors) {
-    const std::lock_guard lock(mutex_);
-    for (auto& tensor : tensors) spare_.push_back(std::move(tensor));
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<at::Tensor> spare_;
-};
-
-// Tensors like `parts`, side by side in `memory`.
-std::vector<at::Tensor> laid_out_like(const std::vector<at::Tensor>& parts,
-                                      const at::Tensor& memory) {
-  std::vector<at::Tensor> views;
-  int64_t offset = 0;
-  for (const auto& part : parts) {
-    views.push_back(memory.narrow(0, offset, part.numel()));
-    offset += part.numel();
-  }
-  return views;
-}
-
-// Runs jobs one after the other in a thread of its own.
-class Worker {
- public:
-  Worker() : thread_([state = state_] { serve(*state); }) {}
-  ~Worker() {
-    bool busy = false;
-    {
-      const std::lock_guard lock(state_->mutex);
-      state_->stop = true;
-      busy = state_->busy || !state_->jobs.empty();
-    }
-    state_->changed.notify_one();
-    // A job that waits for a rank ends at the group's timeout: do not wait with it.
-    busy ? thread_.detach() : thread_.join();
-  }
-  Worker(const Worker&) = delete;
-  Worker& operator=(const Worker&) = delete;
-
-  std::future<double> run(std::function<double()> job) {
-    std::packaged_task<double()> task(std::move(job));
-    auto result = task.get_future();
-    {
-      const std::lock_guard lock(state_->mutex);
-      state_->jobs.push_back(std::move(task));
-    }
-    state_->changed.notify_one();
-    return result;
-  }
-
- private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::deque<std::packaged_task<double()>> jobs;
-    bool busy = false;
-    bool stop = false;
-  };
-
-  static void serve(State& state) {
-    std::unique_lock lock(state.mutex);
-    for (;;) {
-      state.changed.wait(lock, [&] { return state.stop || !state.jobs.empty(); });
-      if (state.jobs.empty()) return;
-      {
-        auto job = std::move(state.jobs.front());
-        state.jobs.pop_front();
-        state.busy = true;
-        lock.unlock();
-        job();
-      }
-      lock.lock();
-      state.busy = false;
-    }
-  }
-
-  std::shared_ptr<State> state_ = std::make_shared<State>();
-  std::thread thread_;
-};
-
-// One round of adding up, from the messages on.
+// One round of summing, from its messages on.
 struct Round {
   std::shared_ptr<PendingWorks> pending;
   std::vector<at::Tensor> own;
   Parts received;
   std::vector<at::Tensor> memory;
+  int64_t bytes = 0;  // of what this rank has given
 
   double add_up(const std::vector<at::Tensor>& into, int self, const SumOptions& options) {
     pending->wait();
+    SHARDSTEP_FAILURE_POINT("pairwise sum: arrived");
     if (memory.empty()) return 0;  // nothing to own
     double squares = 0;
     for (size_t i = 0; i < own.size(); ++i) {
@@ -133,6 +34,15 @@ struct Round {
     return squares;
   }
 };
+
+// Copies, in one memory.
+std::vector<at::Tensor> rounded(const std::vector<at::Tensor>& parts, at::ScalarType dtype) {
+  if (parts.empty()) return {};
+  const auto options = parts.front().options().dtype(dtype);
+  auto copies = side_by_side_for_messages(parts, at::empty({numel_of(parts)}, options));
+  for (size_t i = 0; i < parts.size(); ++i) copies[i].copy_(parts[i]);
+  return copies;
+}
 
 class PairwiseExchange : public Exchange {
  public:
@@ -147,11 +57,24 @@ class PairwiseExchange : public Exchange {
       const int source = (rank() - distance + world_size()) % world_size();
       traffic_.bytes_received += receive(group_, *pending, parts[source], source, message_tag(tag));
     }
+    const auto messages = as_messages(parts[rank()]);
+    SHARDSTEP_FAILURE_POINT("pairwise gather: receives");
     for (int distance = 1; distance < world_size(); ++distance) {
       const int target = (rank() + distance) % world_size();
-      traffic_.bytes_sent += send(group_, *pending, parts[rank()], target, message_tag(tag));
+      traffic_.bytes_sent += send_messages(group_, *pending, messages, target, message_tag(tag));
     }
     return pending;
+  }
+
+  // As one bucket, so that the small parts of all of them travel together.
+  void all_gather_and_wait(const std::vector<const Parts*>& buckets) override {
+    Parts all(world_size());
+    for (const auto* parts : buckets) {
+      for (int owner = 0; owner < world_size(); ++owner) {
+        all[owner].insert(all[owner].end(), (*parts)[owner].begin(), (*parts)[owner].end());
+      }
+    }
+    all_gather(all, MessageTag::bucket(0))->wait();
   }
 
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
@@ -169,36 +92,55 @@ class PairwiseExchange : public Exchange {
 
   Round start(const Parts& parts, MessageTag tag, std::optional<at::ScalarType> wire) {
     Round round{std::make_shared<PendingWorks>(group_), parts[rank()], Parts(world_size()), {}};
-    int64_t numel = 0;
-    for (const auto& part : round.own) numel += part.numel();
+    const int64_t numel = numel_of(round.own);
+    for (const auto& part : parts) round.bytes += bytes_of(part);
     for (int distance = 1; distance < world_size() && numel > 0; ++distance) {
       const int source = (rank() - distance + world_size()) % world_size();
       const auto options = round.own.front().options();
       round.memory.push_back(scratch_->take(numel, wire ? options.dtype(*wire) : options));
-      round.received[source] = laid_out_like(round.own, round.memory.back());
+      round.received[source] = side_by_side_for_messages(round.own, round.memory.back());
       traffic_.bytes_received +=
           receive(group_, *round.pending, round.received[source], source, message_tag(tag));
     }
+    SHARDSTEP_FAILURE_POINT("pairwise sum: receives");
     for (int distance = 1; distance < world_size(); ++distance) {
       const int target = (rank() + distance) % world_size();
-      auto sent = parts[target];
-      for (auto& part : sent) part = wire ? part.to(*wire) : part;
+      const auto sent = wire ? rounded(parts[target], *wire) : parts[target];
       traffic_.bytes_sent += send(group_, *round.pending, sent, target, message_tag(tag));
     }
     return round;
   }
 
-  // Adds up in the background; what the round holds is dropped there.
+  // Whether a round of this size waits for add_up_held(): waking another thread takes longer than
+  // adding up so few bytes. All such rounds together hold little memory.
+  bool holds(int64_t bytes) {
+    constexpr int64_t kMost = 4 << 20;
+    if (held_ + bytes > kMost) return false;
+    held_ += bytes;
+    return true;
+  }
+  // Waits for the messages, and sums.
+  double add_up_held(Round& round, const std::vector<at::Tensor>& into, const SumOptions& options) {
+    held_ -= round.bytes;
+    const double squares = round.add_up(into, rank(), options);
+    scratch_->give_back(std::move(round.memory));
+    return squares;
+  }
+
+  // Sums in the background, and releases there what the round holds.
   std::future<double> add_up_later(Round round, std::vector<at::Tensor> into,
                                    const SumOptions& options) {
     if (!worker_) worker_ = std::make_unique<Worker>();
     auto shared = std::make_shared<Round>(std::move(round));
-    return worker_->run([round = std::move(shared), into = std::move(into), options, self = rank(),
-                         scratch = scratch_] {
-      const double squares = round->add_up(into, self, options);
-      scratch->give_back(std::move(round->memory));
-      return squares;
-    });
+    const auto pending = shared->pending;
+    return worker_->run(
+        [round = std::move(shared), into = std::move(into), options, self = rank(),
+         scratch = scratch_] {
+          const double squares = round->add_up(into, self, options);
+          scratch->give_back(std::move(round->memory));
+          return squares;
+        },
+        {pending});
   }
 
  private:
@@ -209,6 +151,7 @@ class PairwiseExchange : public Exchange {
 
   std::shared_ptr<Scratch> scratch_ = std::make_shared<Scratch>();
   std::unique_ptr<Worker> worker_;
+  int64_t held_ = 0;  // bytes in rounds that finish() adds up
 };
 
 class PairwiseReduction : public Reduction {
@@ -222,26 +165,32 @@ class PairwiseReduction : public Reduction {
   }
 
   void post(Parts parts, bool squares) override {
-    auto into = laid_out_like(parts[rank_], sum_);
+    into_ = side_by_side(parts[rank_], sum_);
     options_.squares = squares;
-    added_up_ = exchange_.add_up_later(exchange_.start(parts, tag_, options_.rounded_to),
-                                       std::move(into), options_);
+    auto round = exchange_.start(parts, tag_, options_.rounded_to);
+    if (exchange_.holds(round.bytes)) {
+      small_round_ = std::make_unique<Round>(std::move(round));
+    } else {
+      added_up_ = exchange_.add_up_later(std::move(round), std::move(into_), options_);
+    }
   }
 
   bool ready(std::chrono::milliseconds patience) override {
-    return added_up_.wait_for(patience) == std::future_status::ready;
+    return !small_round_ && added_up_.wait_for(patience) == std::future_status::ready;
   }
 
   at::Tensor finish() override {
-    squares_ = added_up_.get();
+    if (const auto round = std::move(small_round_)) {
+      squares_ = exchange_.add_up_held(*round, into_, options_);
+    } else {
+      squares_ = added_up_.get();
+    }
     return sum_;
   }
 
   std::optional<double> squares() const override {
     return options_.squares ? std::optional(squares_) : std::nullopt;
   }
-
-  void release() override {}
 
  private:
   PairwiseExchange& exchange_;
@@ -250,6 +199,8 @@ class PairwiseReduction : public Reduction {
   int rank_;
   at::Tensor sum_;
   double squares_ = 0;
+  std::vector<at::Tensor> into_;
+  std::unique_ptr<Round> small_round_;  // that is added up in finish()
   std::future<double> added_up_;
 };
 

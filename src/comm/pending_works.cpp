@@ -1,35 +1,142 @@
 #include "comm/pending_works.h"
 
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstring>
+
+#include "failure_points.h"
 #include "launch/who.h"
 
 namespace shardstep::detail {
 namespace {
 
-// Pieces of a size at which Gloo keeps both directions busy; one message of everything is a third
-// slower (docs/performance.md). Nothing for a tensor that holds nothing.
+// Smaller tensors travel together.
+constexpr int64_t kOwnMessageBytes = 256 << 10;
+
+bool is_small(int64_t bytes) { return bytes < kOwnMessageBytes; }
+
+// Pieces of a size at which Gloo keeps both directions busy; a single message is a third slower
+// (docs/performance.md). None for an empty tensor.
 std::vector<at::Tensor> pieces(const at::Tensor& tensor) {
   constexpr int64_t kPieceBytes = 8 << 20;
   if (tensor.numel() == 0) return {};
   return tensor.split(std::max<int64_t>(1, kPieceBytes / tensor.element_size()));
 }
 
+struct BySize {
+  std::vector<at::Tensor> small, large;  // empty tensors are in neither
+};
+
+BySize by_size(const std::vector<at::Tensor>& tensors) {
+  BySize sorted;
+  for (const auto& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    (is_small(static_cast<int64_t>(tensor.nbytes())) ? sorted.small : sorted.large)
+        .push_back(tensor);
+  }
+  return sorted;
+}
+
+// The tensor that they form, if they are side by side in memory; else undefined.
+at::Tensor joined_in_place(const std::vector<at::Tensor>& tensors) {
+  int64_t numel = 0;
+  const auto& first = tensors.front();
+  for (const auto& tensor : tensors) {
+    if (!tensor.storage().is_alias_of(first.storage()) || tensor.dtype() != first.dtype() ||
+        tensor.storage_offset() != first.storage_offset() + numel) {
+      return {};
+    }
+    numel += tensor.numel();
+  }
+  return first.as_strided({numel}, {1}, first.storage_offset());
+}
+
+at::Tensor room_for(const std::vector<at::Tensor>& tensors) {
+  return at::empty({bytes_of(tensors)}, tensors.front().options().dtype(at::kByte));
+}
+
+// Calls copy(tensor, its bytes in `packed`).
+template <class Copy>
+void for_each_packed(const std::vector<at::Tensor>& tensors, const at::Tensor& packed, Copy copy) {
+  int64_t offset = 0;
+  for (const auto& tensor : tensors) {
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    copy(tensor, packed.narrow(0, offset, bytes));
+    offset += bytes;
+  }
+}
+
+at::Tensor pack(const std::vector<at::Tensor>& tensors) {
+  auto packed = room_for(tensors);
+  for_each_packed(tensors, packed, [](const at::Tensor& tensor, const at::Tensor& bytes) {
+    if (bytes.is_cpu()) {
+      std::memcpy(bytes.mutable_data_ptr(), tensor.const_data_ptr(), bytes.nbytes());
+    } else {
+      bytes.copy_(tensor.view(at::kByte));
+    }
+  });
+  return packed;
+}
+
+void unpack(const std::vector<at::Tensor>& tensors, const at::Tensor& packed) {
+  for_each_packed(tensors, packed, [](const at::Tensor& tensor, const at::Tensor& bytes) {
+    if (bytes.is_cpu()) {
+      std::memcpy(tensor.mutable_data_ptr(), bytes.const_data_ptr(), bytes.nbytes());
+    } else {
+      tensor.view(at::kByte).copy_(bytes);
+    }
+  });
+}
+
+// The stream that waits need not be the one that the tensors were made on; their memory must not be
+// used again before it is done with them.
+void record_current_streams(const std::vector<at::Tensor>& tensors) {
+  for (const auto& tensor : tensors) {
+    if (tensor.is_cpu()) continue;
+    const c10::impl::VirtualGuardImpl device(tensor.device().type());
+    tensor.record_stream(device.getStream(tensor.device()));
+  }
+}
+
+// Calls `call`, and adds what it was for to an error of the transport.
+template <class Call>
+auto with_context(const char* verb, int peer, const std::string& who, const Call& call) {
+  const auto context = [&] { return c10::str("shardstep: while ", verb, " rank ", peer, who); };
+  try {
+    return call();
+  } catch (c10::Error& error) {
+    error.add_context(context());
+    throw;
+  } catch (const std::exception& error) {
+    throw std::runtime_error(c10::str(error.what(), "\n", context()));
+  }
+}
+
 }  // namespace
 
 void PendingWorks::wait() {
-  for (auto& [work, verb, peer] : works_) {
-    const auto context =
-        c10::str("shardstep: while ", verb, " rank ", peer, who(rank_, world_size_));
-    try {
-      work->wait();
-    } catch (c10::Error& error) {
-      error.add_context(context);
-      throw;
-    } catch (const std::exception& error) {
-      throw std::runtime_error(c10::str(error.what(), "\n", context));
-    }
+  SHARDSTEP_FAILURE_POINT("messages: waits");
+  for (auto& [work, verb, peer, arrived] : works_) {
+    with_context(verb, peer, who(rank_, world_size_), [this, &work = work] {
+      if (!aborted_) work->wait();
+      TORCH_CHECK(!aborted_, "shardstep: the exchange was destroyed");
+      return true;
+    });
+    if (arrived) arrived();
   }
-  works_.clear();
-  if (finish_) finish_();
+  {
+    const std::lock_guard lock(mutex_);
+    works_.clear();
+  }
+  record_current_streams(kept_);
+  for (const auto& finish : finish_) finish();
+}
+
+void PendingWorks::abort() {
+  const std::lock_guard lock(mutex_);
+  aborted_ = true;
+  for (auto& item : works_) item.work->abort();
 }
 
 int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
@@ -38,26 +145,89 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-int64_t send(const ProcessGroupPtr& group, PendingWorks& pending,
-             const std::vector<at::Tensor>& tensors, int to, int tag) {
-  for (const auto& tensor : tensors) {
-    for (const auto& piece : pieces(tensor)) {
-      std::vector<at::Tensor> one{piece};
-      pending.add(group->send(one, to, tag), "sending to", to);
+int64_t numel_of(const std::vector<at::Tensor>& tensors) {
+  int64_t numel = 0;
+  for (const auto& tensor : tensors) numel += tensor.numel();
+  return numel;
+}
+
+std::vector<at::Tensor> side_by_side(const std::vector<at::Tensor>& parts,
+                                     const at::Tensor& memory) {
+  std::vector<at::Tensor> views;
+  int64_t offset = 0;
+  for (const auto& part : parts) {
+    views.push_back(memory.narrow(0, offset, part.numel()));
+    offset += part.numel();
+  }
+  return views;
+}
+
+std::vector<at::Tensor> side_by_side_for_messages(const std::vector<at::Tensor>& parts,
+                                                  const at::Tensor& memory) {
+  std::vector<at::Tensor> views(parts.size());
+  int64_t offset = 0;
+  for (const bool small : {true, false}) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const int64_t numel = parts[i].numel();
+      if (is_small(numel * static_cast<int64_t>(memory.element_size())) != small) continue;
+      views[i] = memory.narrow(0, offset, numel);
+      offset += numel;
     }
   }
-  pending.keep(tensors);
-  return bytes_of(tensors);
+  return views;
+}
+
+std::vector<at::Tensor> as_messages(const std::vector<at::Tensor>& tensors) {
+  at::NoGradGuard no_grad;
+  auto [small, messages] = by_size(tensors);
+  if (small.empty()) return messages;
+  const auto joined = joined_in_place(small);
+  messages.insert(messages.begin(), joined.defined() ? joined : pack(small));
+  return messages;
+}
+
+int64_t send(const ProcessGroupPtr& group, PendingWorks& pending,
+             const std::vector<at::Tensor>& tensors, int to, int tag) {
+  return send_messages(group, pending, as_messages(tensors), to, tag);
+}
+
+int64_t send_messages(const ProcessGroupPtr& group, PendingWorks& pending,
+                      const std::vector<at::Tensor>& messages, int to, int tag) {
+  for (const auto& message : messages) {
+    for (const auto& piece : pieces(message)) {
+      std::vector<at::Tensor> one{piece};
+      // Also fails here, if the connection is already closed.
+      pending.add(
+          with_context("sending to", to, who(group), [&] { return group->send(one, to, tag); }),
+          "sending to", to);
+    }
+  }
+  pending.keep(messages);
+  return bytes_of(messages);
 }
 
 int64_t receive(const ProcessGroupPtr& group, PendingWorks& pending,
                 const std::vector<at::Tensor>& tensors, int from, int tag) {
-  for (const auto& tensor : tensors) {
-    for (const auto& piece : pieces(tensor)) {
-      std::vector<at::Tensor> one{piece};
-      pending.add(group->recv(one, from, tag), "waiting for", from);
+  at::NoGradGuard no_grad;
+  const auto start = [&](const at::Tensor& tensor, std::function<void()> arrived) {
+    const auto split = pieces(tensor);
+    for (size_t i = 0; i < split.size(); ++i) {
+      std::vector<at::Tensor> one{split[i]};
+      pending.add(with_context("waiting for", from, who(group),
+                               [&] { return group->recv(one, from, tag); }),
+                  "waiting for", from, i + 1 == split.size() ? std::move(arrived) : nullptr);
     }
+  };
+  const auto [small, large] = by_size(tensors);
+  if (!small.empty()) {
+    const auto joined = joined_in_place(small);
+    const auto packed = joined.defined() ? joined : room_for(small);
+    start(
+        packed, joined.defined() ? std::function<void()>()
+                                 : [small = small, packed] { unpack(small, packed); });
+    pending.keep({packed});
   }
+  for (const auto& tensor : large) start(tensor, {});
   pending.keep(tensors);
   return bytes_of(tensors);
 }

@@ -6,20 +6,20 @@
 namespace shardstep::detail {
 namespace {
 
-constexpr int64_t kBlock = 4096;  // elements; a block's sum stays in the first cache
+constexpr int64_t kBlock = 4096;  // elements; a block's sum stays in the L1 cache
 
 bool all_of(const std::vector<at::Tensor>& terms, at::ScalarType dtype) {
   return std::all_of(terms.begin(), terms.end(),
                      [=](const at::Tensor& term) { return term.scalar_type() == dtype; });
 }
 
-// Dividing by a power of two is multiplying by its inverse, to the bit, and quicker.
+// Dividing by a power of two equals multiplying by its inverse bit for bit, which is faster.
 bool is_power_of_two(double value) {
   int exponent = 0;
   return std::frexp(value, &exponent) == 0.5;
 }
 
-// In lanes, so that the compiler may use vectors.
+// In lanes, so that the compiler can vectorize.
 template <class T>
 double squares_of(const T* values, int64_t size) {
   constexpr int kLanes = 8;
@@ -37,11 +37,11 @@ double squares_of(const T* values, int64_t size) {
   return sum;
 }
 
-template <class T>
+template <class T, class Term = T>
 double sum_on_cpu(const std::vector<at::Tensor>& terms, const at::Tensor& into,
                   const SumOptions& options) {
-  std::vector<const T*> inputs;
-  for (const auto& term : terms) inputs.push_back(term.const_data_ptr<T>());
+  std::vector<const Term*> inputs;
+  for (const auto& term : terms) inputs.push_back(term.const_data_ptr<Term>());
   T* const output = into.mutable_data_ptr<T>();
   const bool multiply = is_power_of_two(options.divisor);
   const T factor = static_cast<T>(multiply ? 1 / options.divisor : options.divisor);
@@ -51,7 +51,7 @@ double sum_on_cpu(const std::vector<at::Tensor>& terms, const at::Tensor& into,
     const int64_t size = std::min(kBlock, into.numel() - begin);
     std::copy_n(inputs[0] + begin, size, sum);
     for (size_t t = 1; t < inputs.size(); ++t) {
-      const T* const term = inputs[t] + begin;
+      const Term* const term = inputs[t] + begin;
       for (int64_t i = 0; i < size; ++i) sum[i] += term[i];
     }
     T* const out = output + begin;
@@ -67,19 +67,22 @@ double sum_on_cpu(const std::vector<at::Tensor>& terms, const at::Tensor& into,
 
 double squares_with_aten(const at::Tensor& values) {
   const auto real = values.is_complex() ? at::view_as_real(values) : values;
-  return real.to(at::kDouble).square_().sum().item<double>();
+  return real.to(at::kDouble).square().sum().item<double>();  // not in place: it may be `values`
 }
 
 double sum_with_aten(const std::vector<at::Tensor>& terms, const at::Tensor& into,
                      const SumOptions& options) {
   at::NoGradGuard no_grad;
-  // On the CPU below ATen's grain: it would start threads of its own for more.
+  // On the CPU below ATen's grain size, above which it would start threads.
   const int64_t block = into.is_cpu() ? 4 * kBlock : std::max<int64_t>(1, into.numel());
   const auto room = [&](at::ScalarType dtype) {
     return at::empty({std::min(block, into.numel())}, into.options().dtype(dtype));
   };
-  const auto sums = room(into.scalar_type());
-  const auto widened = room(into.scalar_type());
+  // Narrow sums are rounded once, at the end.
+  const auto dtype = into.scalar_type();
+  const bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
+  const auto sums = room(narrow ? at::kFloat : dtype);
+  const auto widened = room(narrow ? at::kFloat : dtype);
   const auto rounded = options.rounded_to ? room(*options.rounded_to) : at::Tensor();
   double squares = 0;
   for (int64_t begin = 0; begin < into.numel(); begin += block) {
@@ -111,9 +114,16 @@ double sum_with_aten(const std::vector<at::Tensor>& terms, const at::Tensor& int
 double sum_in_rank_order(const std::vector<at::Tensor>& terms, const at::Tensor& into,
                          const SumOptions& options) {
   const auto dtype = into.scalar_type();
-  const bool plain = into.is_cpu() && all_of(terms, dtype) && !options.rounded_to;
-  if (plain && dtype == at::kFloat) return sum_on_cpu<float>(terms, into, options);
-  if (plain && dtype == at::kDouble) return sum_on_cpu<double>(terms, into, options);
+  const auto sums_of = [&](at::ScalarType sum, at::ScalarType term) {
+    return dtype == sum && into.is_cpu() && all_of(terms, term) &&
+           options.rounded_to.value_or(term) == term;
+  };
+  if (sums_of(at::kFloat, at::kFloat)) return sum_on_cpu<float>(terms, into, options);
+  if (sums_of(at::kDouble, at::kDouble)) return sum_on_cpu<double>(terms, into, options);
+  if (sums_of(at::kFloat, at::kBFloat16)) {
+    return sum_on_cpu<float, at::BFloat16>(terms, into, options);
+  }
+  if (sums_of(at::kFloat, at::kHalf)) return sum_on_cpu<float, at::Half>(terms, into, options);
   return sum_with_aten(terms, into, options);
 }
 

@@ -5,16 +5,17 @@
 namespace shardstep {
 namespace {
 
-// The mean over the group travels as `dtype`, the gradients' own if unset; back in the bucket.
+// Averages a bucket over the group, in place, sending it as `dtype` (unset: the gradients' own).
 CommHook average_as(ProcessGroupPtr group, std::optional<at::ScalarType> dtype) {
-  TORCH_CHECK_VALUE(group, "shardstep: expected a process group for a communication hook");
+  TORCH_CHECK_VALUE(group,
+                    "shardstep: expected a process group for a communication hook, got null");
   return [group = std::move(group), dtype](c10d::GradBucket& bucket) {
     const auto buffer = bucket.getBuffer();
     std::vector<at::Tensor> sent{dtype ? buffer.to(*dtype) : buffer};
     sent[0].div_(group->getSize());
     return group->allreduce(sent)->getFuture()->then(
         [buffer, mean = sent[0]](c10::ivalue::Future& future) -> c10::IValue {
-          future.value();  // throws what went wrong
+          future.value();  // throws if it failed
           if (!mean.is_same(buffer)) buffer.copy_(mean);
           return buffer;
         },

@@ -43,7 +43,7 @@ void check_device(const ProcessGroupPtr& group, const std::string& name, const a
                     name, " on ", tensor.device(), who(group));
 }
 
-// What ranks must have in common; throws if this rank's own part is unfit.
+// What must be the same on all ranks; throws if this rank's arguments are invalid.
 std::vector<std::string> check_and_describe(const std::shared_ptr<torch::nn::Module>& module,
                                             const DistributedDataParallelOptions& options,
                                             const ProcessGroupPtr& group) {
@@ -69,7 +69,7 @@ std::vector<std::string> check_and_describe(const std::shared_ptr<torch::nn::Mod
   }
   TORCH_CHECK_VALUE(trainable,
                     "shardstep: expected a module with a parameter that requires a gradient, got "
-                    "none; it needs no DistributedDataParallel",
+                    "none; use the module without DistributedDataParallel",
                     who(group));
   for (const auto& item : module->named_buffers()) {
     check_device(group, "buffer " + item.key(), item.value());
@@ -121,24 +121,10 @@ class HookOfUser : public c10d::CommHookInterface {
   CommHook hook_;
 };
 
-// The reducer makes its views of buckets under this. Autograd does not know them for views then, or
-// libtorch's zero_grad, which detaches gradients in place, would throw with
+// The reducer creates its views of buckets under this guard, so that autograd does not treat them
+// as views. Otherwise libtorch's zero_grad, which detaches gradients in place, would throw with
 // gradient_as_bucket_view.
 using PlainViews = at::AutoDispatchBelowADInplaceOrView;
-
-// c10d's, with what it knows and does not tell.
-class Reducer : public c10d::Reducer {
- public:
-  using c10d::Reducer::Reducer;
-
-  // Of a static graph: which parameters take part on any rank.
-  const at::Tensor& used_map() const { return local_used_map_; }
-  // It learns a static graph from the hooks of all backward passes up to the first synchronised
-  // one, and would wait for that many in every later one.
-  void forget_hooks_without_sync() {
-    for (auto& [index, hooks] : numGradHooksTriggeredMap_) hooks = 0;
-  }
-};
 
 // The part of a flat bucket that holds the gradient of `param`, in its memory order.
 at::Tensor gradient_in(const at::Tensor& flat, const at::Tensor& param, int64_t offset) {
@@ -156,12 +142,26 @@ void set_gradient(at::Tensor param, const at::Tensor& value) {
   }
 }
 
-// What a forward is about to do, for those who shadow it. Reduced by maximum.
+// What a forward is about to do, for the ranks that shadow it. Reduced by maximum.
 enum Plan { kRebuild, kBuffers, kGradients, kUnprepared, kSource, kPlanSize };
 
 }  // namespace
 
 struct DistributedDataParallelBase::Impl {
+  // c10d's, with access to its protected state.
+  class Reducer : public c10d::Reducer {
+   public:
+    using c10d::Reducer::Reducer;
+
+    // For a static graph: which parameters take part on any rank.
+    const at::Tensor& used_map() const { return local_used_map_; }
+    // It learns a static graph from the hooks of all backward passes up to the first synchronised
+    // one, and would wait for as many hooks in every later pass.
+    void forget_hooks_without_sync() {
+      for (auto& [index, hooks] : numGradHooksTriggeredMap_) hooks = 0;
+    }
+  };
+
   Impl(std::shared_ptr<torch::nn::Module> module_in, const DistributedDataParallelOptions& given);
   ~Impl() {
     for (const auto& [param, hook] : copies) params[param].remove_hook(hook);
@@ -173,7 +173,7 @@ struct DistributedDataParallelBase::Impl {
   bool sends_buffers() const {
     return options.broadcast_buffers() && buffers_due && !module->buffers().empty();
   }
-  // Of a static graph: no backward pass has run yet, and the reducer learns the graph from it.
+  // For a static graph: no backward pass, from which the reducer learns the graph, has run yet.
   bool graph_unknown() const { return options.static_graph() && !*graph_known; }
 
   void rebuild_buckets() {
@@ -233,7 +233,7 @@ void DistributedDataParallelBase::Impl::make_reducer() {
   std::unordered_set<const void*> seen;
   std::unordered_map<size_t, std::string> names;
   for (const auto& item : module->named_parameters()) {
-    // libtorch lists a tied weight under every name it has.
+    // libtorch lists a tied weight under each of its names.
     if (!item->requires_grad() || !seen.insert(item->unsafeGetTensorImpl()).second) continue;
     names.emplace(params.size(), item.key());
     sparse.push_back(sparse_ones.count(item->unsafeGetTensorImpl()) > 0);
@@ -246,8 +246,8 @@ void DistributedDataParallelBase::Impl::make_reducer() {
       }));
     }
   }
-  // The order of gradients is not known before the first backward pass: one bucket until then,
-  // unless there never will be a better order.
+  // The order of gradients is not known before the first backward pass, so there is one bucket
+  // until then, unless buckets will not be rebuilt.
   std::vector<size_t> limits{std::numeric_limits<int64_t>::max()};
   if (options.find_unused_parameters() && !options.static_graph()) {
     limits = {static_cast<size_t>(first_bucket_bytes(options)),
@@ -286,7 +286,7 @@ std::vector<at::Tensor> DistributedDataParallelBase::Impl::tensors(bool paramete
 void DistributedDataParallelBase::Impl::broadcast(std::vector<at::Tensor> tensors, int source) {
   if (group->getSize() == 1 || tensors.empty()) return;
   at::NoGradGuard no_grad;
-  // Graphs of earlier forwards may have saved a buffer; to them it has not changed.
+  // Graphs of earlier forwards may have saved a buffer; for them it must not appear changed.
   std::vector<int64_t> versions;
   for (const auto& tensor : tensors) versions.push_back(tensor._version());
   c10d::broadcast_coalesced(group, tensors, kBroadcastBytes, source);
@@ -296,7 +296,7 @@ void DistributedDataParallelBase::Impl::broadcast(std::vector<at::Tensor> tensor
   }
 }
 
-// The first backward pass of a static graph reduces nothing on its way, but all at its end.
+// The first backward pass of a static graph reduces everything at its end.
 void DistributedDataParallelBase::Impl::watch_first_backward(
     const std::vector<at::Tensor*>& outputs) {
   for (const auto* output : outputs) {
@@ -321,13 +321,13 @@ void DistributedDataParallelBase::Impl::sink(const std::vector<at::Tensor*>& out
   if (places.empty()) return;
   const auto node = c10::make_intrusive<Sink>(with_graph);
   for (auto* place : places) {
-    // The same memory and version, so that the caller may change it in place as without us.
+    // The same memory and version, so that the caller may change it in place as without DDP.
     *place = place->detach();
     torch::autograd::create_gradient_edge(*place, node);
   }
 }
 
-// Ranks that have joined learn what this one is about to do; it learns whose buffers count.
+// Ranks that have joined learn what this one is about to do; it learns whose buffers to use.
 at::Tensor DistributedDataParallelBase::Impl::start_plan(
     bool gradients, c10::intrusive_ptr<c10d::Work>& work) const {
   auto plan = at::zeros({kPlanSize}, at::kLong);
@@ -340,7 +340,7 @@ at::Tensor DistributedDataParallelBase::Impl::start_plan(
   return message[0];
 }
 
-// The collectives of a forward and its backward pass, with nothing to add.
+// The collectives of a forward and its backward pass, contributing nothing.
 void DistributedDataParallelBase::Impl::shadow() {
   for (const auto& hook : forward_pre_hooks) hook();
   auto own = at::zeros({kPlanSize}, at::kLong);
@@ -383,7 +383,7 @@ void DistributedDataParallelBase::Impl::shadow_gradients() {
       if (used[index.at(param.unsafeGetTensorImpl())].item<int>() != 0) {
         set_gradient(param, gradient_in(flat, param, offset));
       } else {
-        // The others, who call zero_grad, have none either.
+        // The other ranks, which call zero_grad, have none either.
         at::Tensor(param).mutable_grad().reset();
       }
       offset += param.numel();
@@ -445,10 +445,11 @@ void DistributedDataParallelBase::after_forward(const std::vector<at::Tensor*>& 
   impl.buffers_due = gradients;
   if (!gradients) return;
   const bool search = impl.options.find_unused_parameters() && !impl.options.static_graph();
-  TORCH_CHECK_TYPE(complete || !(search || impl.graph_unknown()),
-                   "shardstep: expected an output that tensor_visitor.h sees through, got another: "
-                   "find_unused_parameters and static_graph need a visit_tensors for its type",
-                   who(impl.group));
+  TORCH_CHECK_TYPE(
+      complete || !(search || impl.graph_unknown()),
+      "shardstep: expected an output whose tensors tensor_visitor.h can find, got another "
+      "type; find_unused_parameters and static_graph need a visit_tensors for it",
+      who(impl.group));
   std::vector<at::Tensor> roots;
   if (search) {
     for (const auto* output : outputs) {
@@ -469,10 +470,10 @@ DistributedDataParallelBase::NoSync::~NoSync() { ddp_.impl_->sync_gradients = be
 void DistributedDataParallelBase::register_comm_hook(CommHook hook) {
   TORCH_CHECK_TYPE(hook, "shardstep: expected a communication hook, got an empty function",
                    who(impl_->group));
-  TORCH_CHECK(!impl_->has_comm_hook, "shardstep: expected one communication hook, got another",
+  TORCH_CHECK(!impl_->has_comm_hook, "shardstep: expected one communication hook, got a second",
               who(impl_->group));
   TORCH_CHECK(!impl_->forward_ran,
-              "shardstep: expected a communication hook before the first forward, got it after",
+              "shardstep: expected a communication hook before the first forward, got one after it",
               who(impl_->group));
   impl_->reducer->register_comm_hook(std::make_unique<HookOfUser>(std::move(hook)));
   impl_->has_comm_hook = true;

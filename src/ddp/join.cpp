@@ -15,10 +15,10 @@ constexpr int64_t kSkewToWarnOf = 1000;
 
 using detail::who;
 
-// One number a joinable: how many ranks announce it; and one more: how many ranks want all to stop.
+// One number per joinable, how many ranks announce it, and one more, how many ranks want to stop.
 at::Tensor empty_message(int64_t count) { return at::zeros({count + 1}, at::kLong); }
 
-// An announcement on its way. Its result is the number of ranks that made it.
+// An announcement under way. Its result is the number of ranks that made it.
 class Announcement : public c10d::Work {
  public:
   Announcement(c10::intrusive_ptr<c10d::Work> work, at::Tensor message, int64_t index)
@@ -32,7 +32,7 @@ class Announcement : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     return work_->getFuture()->then(
         [result = result()](c10::ivalue::Future& future) -> c10::IValue {
-          future.value();  // throws what went wrong
+          future.value();  // throws if it failed
           return result;
         },
         c10::ListType::ofTensors());
@@ -56,7 +56,7 @@ Join::Join(Joinables joinables, const JoinOptions& options)
   for (size_t i = 0; i < joinables_.size(); ++i) {
     const Joinable& joinable = joinables_[i];
     TORCH_CHECK_VALUE(joinable.join_process_group() == group,
-                      "shardstep: expected joinables of one process group, got another one for "
+                      "shardstep: expected joinables of one process group, got a different one for "
                       "joinable ",
                       i, who(group));
     TORCH_CHECK_VALUE(joinable.join_device() == first.join_device(),
@@ -64,7 +64,7 @@ Join::Join(Joinables joinables, const JoinOptions& options)
                       " for joinable 0 and ", joinable.join_device(), " for joinable ", i,
                       who(group));
     TORCH_CHECK_VALUE(!joinable.join_place_, "shardstep: expected joinables that are in no other ",
-                      "Join, got one that is as joinable ", i, who(group));
+                      "Join, got one that is in one as joinable ", i, who(group));
   }
   if (!options_.enable()) return;
   for (Joinable& joinable : joinables_) hooks_.push_back(joinable.join_hook(options_));
@@ -101,7 +101,7 @@ void Join::leave() {
 void Join::finish() {
   if (!options_.enable()) return;
   const auto group = joinables_.front().get().join_process_group();
-  TORCH_CHECK(open_, "shardstep: expected one call of Join::finish, got another", who(group));
+  TORCH_CHECK(open_, "shardstep: expected one call of Join::finish, got a second", who(group));
   leave();
   std::vector<int64_t> shadowed(hooks_.size(), 0);
   bool is_last_joiner = true;
@@ -112,14 +112,14 @@ void Join::finish() {
     for (size_t i = 0; i < hooks_.size(); ++i) {
       if (ranks[i] == 0) continue;
       TORCH_CHECK(!announced,
-                  "shardstep: expected ranks that use their joinables in one order, "
+                  "shardstep: expected all ranks to use their joinables in the same order, "
                   "got joinable ",
                   *announced, " on some and ", i, " on others", who(group));
       announced = i;
     }
     if (!announced) break;
     TORCH_CHECK(!options_.throw_on_early_termination(),
-                "shardstep: this rank has no more inputs, others have", who(group));
+                "shardstep: this rank has no more inputs, but other ranks have", who(group));
     hooks_[*announced]->main_hook();
     is_last_joiner = false;
     warn_of_skew(++shadowed[*announced]);
@@ -127,7 +127,7 @@ void Join::finish() {
   for (auto& hook : hooks_) hook->post_hook(is_last_joiner);
 }
 
-// What a joined rank sends in answer to an announcement; returns what ranks announced.
+// A joined rank's answer to an announcement; returns what ranks announced.
 at::Tensor Join::exchange_message() {
   const Joinable& first = joinables_.front();
   auto message = empty_message(static_cast<int64_t>(hooks_.size()));
@@ -140,8 +140,8 @@ at::Tensor Join::exchange_message() {
 void Join::warn_of_skew(int64_t shadowed) {
   if (shadowed != kSkewToWarnOf + 1) return;
   const auto group = joinables_.front().get().join_process_group();
-  TORCH_WARN("shardstep: uneven inputs: this rank has more than ", kSkewToWarnOf,
-             " fewer than others; it idles while they train", who(group));
+  TORCH_WARN("shardstep: uneven inputs: this rank has over ", kSkewToWarnOf,
+             " inputs fewer than others and idles while they train", who(group));
 }
 
 c10::intrusive_ptr<c10d::Work> Join::notify_join_context(Joinable& joinable) {

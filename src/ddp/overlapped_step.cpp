@@ -1,4 +1,5 @@
 #include "ddp/overlapped_step.h"
+#include "failure_points.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -7,9 +8,10 @@ namespace shardstep {
 
 void OverlappedStep::reducing(c10d::GradBucket& bucket, BucketReduction reduction) {
   if (bucket.getIndex() == 0) {
-    reducing_.clear();  // what a backward pass that threw has left
+    reducing_.clear();  // what a backward pass that threw left behind
     update_.wait();
   }
+  SHARDSTEP_FAILURE_POINT("hook: reduces");
   reducing_.push_back({static_cast<int>(bucket.getIndex()), std::move(reduction),
                        bucket.getBuffer(), bucket.getParameters(), bucket.getGradients()});
   if (options_.update == UpdateWhen::kEachBucket && !ddp_decides_at_the_end()) {
@@ -29,17 +31,18 @@ void OverlappedStep::update_reduced() {
 
 void OverlappedStep::arrive() {
   if (std::exchange(postponed_, false)) finish();
+  side_streams_.join();
   update_.wait();
 }
 
-// Parameters that no rank used keep the gradient they had, or none. Which these are, DDP finds out
-// when the backward pass ends; in a static graph, when the first one does.
+// Parameters that no rank used keep the gradient they had, or none. DDP finds out which these are
+// when the backward pass ends; in a static graph, when the first one ends.
 bool OverlappedStep::ddp_decides_at_the_end() const {
   return options_.static_graph ? !graph_known_ : options_.find_unused_parameters;
 }
 
-// At the end of the backward pass. A rank that has joined has none: it finishes at once, or, if it
-// must wait for DDP to decide, when arrive() is called.
+// At the end of the backward pass. A rank that has joined has none, so it finishes at once or, if
+// it must wait for DDP to decide, when arrive() is called.
 void OverlappedStep::finish_later() {
   const bool behind_ddp = ddp_decides_at_the_end();
   if (torch::autograd::get_current_graph_task_id() == -1) {
@@ -47,7 +50,7 @@ void OverlappedStep::finish_later() {
     if (!behind_ddp) finish();
     return;
   }
-  // DDP queues its own callback after this hook; one queued from a callback comes behind it.
+  // DDP queues its own callback after this hook; one queued from a callback runs after DDP's.
   auto& engine = torch::autograd::Engine::get_default_engine();
   engine.queue_callback([this, behind_ddp, &engine] {
     if (behind_ddp) {
@@ -70,8 +73,13 @@ void OverlappedStep::finish() {
     reducing_.clear();
     update_.update(gradients, 0);
   }
+  update_.end();
+  SHARDSTEP_FAILURE_POINT("hook: ended");
   graph_known_ = true;
-  if (options_.arrive == ArriveWhen::kBackwardEnds) update_.wait();
+  if (options_.arrive == ArriveWhen::kBackwardEnds) {
+    side_streams_.join();
+    update_.wait();
+  }
 }
 
 void OverlappedStep::find_unused() {
@@ -86,7 +94,9 @@ void OverlappedStep::find_unused() {
 void OverlappedStep::update_front() {
   const auto bucket = std::move(reducing_.front());
   reducing_.pop_front();
-  update_.update(gradients_of(bucket), bucket.index);
+  side_streams_.run(bucket.buffer.device(),
+                    [&] { update_.update(gradients_of(bucket), bucket.index); });
+  SHARDSTEP_FAILURE_POINT("hook: updated");
 }
 
 OverlappedUpdate::Gradients OverlappedStep::gradients_of(const Reducing& bucket) const {

@@ -1,8 +1,9 @@
 #pragma once
 
 // The update inside DDP's backward pass: which buckets are being reduced, and when their parameters
-// are updated and have arrived. It knows neither the optimizer nor which DDP runs, so both faces
-// use it. Everything happens on the thread that runs the backward pass.
+// are updated and have arrived. It knows neither the optimizer nor the DDP, so C++ and Python both
+// use it. Everything happens on the thread that runs the backward pass. On a device, buckets are
+// waited for and updated on a stream beside the one that computes gradients.
 
 #include <ATen/ATen.h>
 
@@ -13,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "ddp/side_streams.h"
 #include "shardstep/export.h"
 
 namespace shardstep {
@@ -24,17 +26,17 @@ enum class UpdateWhen {
 
 enum class ArriveWhen {
   kBackwardEnds,  // parameters are up to date when backward() returns
-  kArriveCalled,  // they travel on until arrive()
+  kArriveCalled,  // they may be under way until arrive()
 };
 
 struct OverlappedStepOptions {
   UpdateWhen update = UpdateWhen::kEachBucket;
   ArriveWhen arrive = ArriveWhen::kArriveCalled;
-  // As DDP was told.
+  // DDP's options.
   bool static_graph = false;
   bool find_unused_parameters = false;
-  // Whether what is sent with different tags may start in another order on another rank. If not,
-  // when a bucket is updated does not depend on when its reduction happens to be done.
+  // Whether ranks may send with different tags in different orders. If not, the time at which a
+  // bucket is updated does not depend on when its reduction happens to finish.
   bool any_order = true;
 };
 
@@ -44,11 +46,13 @@ struct BucketReduction {
   std::function<at::Tensor()> wait;  // the reduced buffer
 };
 
-// What the hook updates; both are collective.
+// What the hook updates; all of it is collective.
 struct OverlappedUpdate {
   using Gradients = std::vector<std::pair<at::Tensor, at::Tensor>>;  // by parameter
   // Updates these parameters and starts sending them.
   std::function<void(const Gradients&, int tag)> update;
+  // All updates of this iteration have been made. Does not wait.
+  std::function<void()> end;
   // Returns when what was sent has arrived.
   std::function<void()> wait;
 };
@@ -84,6 +88,7 @@ class SHARDSTEP_API OverlappedStep {
   OverlappedStepOptions options_;
   OverlappedUpdate update_;
   std::deque<Reducing> reducing_;
+  detail::SideStreams side_streams_;
   std::unordered_set<const void*> unused_;
   bool graph_known_ = false;
   bool postponed_ = false;

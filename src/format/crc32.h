@@ -1,6 +1,6 @@
 #pragma once
 
-// CRC-32 as zip and PNG have it.
+// CRC-32 as in zip and PNG.
 
 #include <cstddef>
 #include <cstdint>

@@ -14,7 +14,7 @@ namespace shardstep::detail {
 namespace {
 
 constexpr int kDeepest = 64;
-// Tensors among hyper-parameters are scalars; anything large belongs into a shard.
+// Tensors among hyper-parameters are scalars; anything large belongs in a shard.
 constexpr int64_t kMostInlineBytes = 1 << 16;
 constexpr size_t kMostAxes = 64;
 
@@ -223,7 +223,7 @@ Json parse_json(std::string_view text) {
   try {
     return Json::parse(text);
   } catch (const Json::exception& error) {
-    TORCH_CHECK_VALUE(false, "expected JSON: ", error.what());
+    TORCH_CHECK_VALUE(false, "expected JSON, got: ", error.what());
   }
 }
 
@@ -281,7 +281,7 @@ at::ScalarType dtype_named(const std::string& name, const std::string& what) {
 
 int64_t checked_nbytes(const std::vector<int64_t>& shape, at::ScalarType dtype,
                        const std::string& what) {
-  // Axes of no elements count as one, so that strides fit too.
+  // Axes without elements count as one, so that strides fit too.
   constexpr int64_t kMost = int64_t{1} << 60;
   TORCH_CHECK_VALUE(shape.size() <= kMostAxes, what, ": expected at most ", kMostAxes,
                     " axes, got ", shape.size());
@@ -289,7 +289,8 @@ int64_t checked_nbytes(const std::vector<int64_t>& shape, at::ScalarType dtype,
   bool empty = false;
   for (int64_t size : shape) {
     TORCH_CHECK_VALUE(size >= 0 && std::max<int64_t>(size, 1) <= kMost / bytes, what,
-                      ": expected a tensor that can be, got the shape ", at::IntArrayRef(shape));
+                      ": expected the shape of a tensor that can exist, got ",
+                      at::IntArrayRef(shape));
     bytes *= std::max<int64_t>(size, 1);
     empty = empty || size == 0;
   }

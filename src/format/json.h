@@ -1,6 +1,6 @@
 #pragma once
 
-// JSON of the index: values that come back exactly as they were, and reading that trusts nothing.
+// The JSON of the index: values survive exactly, and reading trusts nothing.
 // A value is null, a bool, an int, a double, a string, a list of values, or an object with one key:
 //   {"double": "inf" | "-inf" | "nan"}       {"tuple": [value, …]}       {"dict": [[key, value],
 //   …]}
@@ -37,11 +37,11 @@ const Json& to_list(const Json& json, const std::string& what);
 const Json& to_object(const Json& json, const std::string& what);
 std::vector<int64_t> to_ints(const Json& json, const std::string& what);
 
-// The names that safetensors has for dtypes.
+// The names of dtypes in safetensors.
 std::string dtype_name(at::ScalarType dtype, const std::string& what);
 at::ScalarType dtype_named(const std::string& name, const std::string& what);
 
-// How many bytes a tensor has; throws ValueError for one that cannot be.
+// How many bytes a tensor has; throws ValueError for an impossible one.
 int64_t checked_nbytes(const std::vector<int64_t>& shape, at::ScalarType dtype,
                        const std::string& what);
 

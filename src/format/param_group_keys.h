@@ -8,7 +8,7 @@
 
 namespace shardstep::detail {
 
-// What schedulers and named parameters leave there.
+// Keys that schedulers and named parameters add.
 constexpr std::array<std::string_view, 8> kForeignKeys = {
     "initial_lr",    "max_lr",  "min_lr", "max_momentum",
     "base_momentum", "base_lr", "swa_lr", "param_names"};

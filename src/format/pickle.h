@@ -1,8 +1,8 @@
 #pragma once
 
 // The part of Python's pickle format, protocol 2, that torch.save uses for plain data: numbers,
-// strings, tuples, lists, dicts, and tensors whose bytes lie in records of their own. Reading
-// builds a tree and calls nothing, so a hostile file can only be refused. Knows nothing of files.
+// strings, tuples, lists, dicts, and tensors whose bytes are in separate records. Reading builds a
+// tree and calls nothing, so a hostile file can only be refused. Knows nothing about files.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -20,8 +20,8 @@
 
 namespace shardstep::detail {
 
-// Writes one pickle, front to back. Containers are written by their parts:
-// begin_dict(), then key and value by turns, end_dict().
+// Writes one pickle, from start to end. Containers are written in parts:
+// begin_dict(), then keys and values alternately, end_dict().
 class PickleWriter {
  public:
   PickleWriter();
@@ -53,18 +53,18 @@ class PickleWriter {
   std::string bytes_;
   std::unordered_map<std::string, uint32_t> memo_;
   std::vector<c10::Storage> storages_;
-  // Two dtypes over one storage make two records: Python cannot say it in one.
+  // Two dtypes over one storage make two records: Python's format cannot express it in one.
   std::map<std::pair<const c10::StorageImpl*, at::ScalarType>, int64_t> storage_keys_;
 };
 
-// One value of a pickle. A container is complete once it is part of another: so values form no
+// One value of a pickle. A container is complete once it is part of another, so values form no
 // cycle, and `depth` is bounded.
 struct PickleNode {
   enum class Kind { kLeaf, kTuple, kList, kDict, kGlobal, kStorage };
   Kind kind = Kind::kLeaf;
-  // kLeaf: the value; kTuple and kList: the same once as_value has made it.
+  // kLeaf: the value; kTuple and kList: the value once as_value has made it.
   c10::IValue value;
-  // kTuple, kList: the elements; kDict: keys and values by turns.
+  // kTuple, kList: the elements; kDict: keys and values alternately.
   std::vector<std::shared_ptr<PickleNode>> items;
   // kGlobal: "module.name".
   std::string name;
@@ -79,13 +79,13 @@ using PickleNodePtr = std::shared_ptr<PickleNode>;
 // Returns the storage of `nbytes` bytes that the file keeps under `key`.
 using StorageLoader = std::function<c10::Storage(const std::string& key, size_t nbytes)>;
 
-// Reads one pickle; ValueError says what was wrong with it.
+// Reads one pickle; throws a ValueError that says what is wrong with it.
 PickleNodePtr read_pickle(std::string_view bytes, const StorageLoader& load_storage);
 
-// The node as a NamedValues value; ValueError if it is, or holds, anything else.
+// The node as a NamedValues value; throws ValueError if it is, or contains, anything else.
 c10::IValue as_value(PickleNode& node);
 
-// What the node is, in Python's words, for errors: "a dict", "the int 3".
+// A description of the node for errors, in Python's terms: "a dict", "the int 3".
 std::string describe(const PickleNode& node);
 
 }  // namespace shardstep::detail

@@ -1,6 +1,6 @@
 #pragma once
 
-// The bytes of the pickle format that both directions name.
+// The bytes of the pickle format, for reading and writing.
 
 #include <c10/core/ScalarType.h>
 
@@ -24,7 +24,7 @@ constexpr char kLong1 = '\x8a';    // uint8 length, two's complement, little-end
 constexpr char kBinFloat = 'G';    // double, big-endian
 constexpr char kBinUnicode = 'X';  // uint32 length, UTF-8
 constexpr char kEmptyTuple = ')';
-constexpr char kTuple = 't';  // of what lies above the mark
+constexpr char kTuple = 't';  // of what is above the mark
 constexpr char kTuple1 = '\x85';
 constexpr char kTuple2 = '\x86';
 constexpr char kTuple3 = '\x87';

@@ -30,7 +30,7 @@ PickleNodePtr container(Kind kind) {
 }
 
 void add(PickleNode& parent, const PickleNodePtr& child) {
-  TORCH_CHECK_VALUE(!parent.complete, "a container that changes after its use");
+  TORCH_CHECK_VALUE(!parent.complete, "a container that changes after it was used");
   child->complete = true;
   parent.depth = std::max(parent.depth, child->depth + 1);
   TORCH_CHECK_VALUE(parent.depth <= kMaxDepth, "containers nested deeper than ", kMaxDepth);
@@ -57,7 +57,7 @@ std::vector<int64_t> ints_of(const PickleNode& node, const char* what) {
   return ints;
 }
 
-// Elements that a storage must have for a tensor of this shape; none if it is no shape at all.
+// The elements that a storage must have for a tensor of this shape; unset if the shape is invalid.
 std::optional<int64_t> extent(int64_t offset, const std::vector<int64_t>& sizes,
                               const std::vector<int64_t>& strides) {
   if (sizes.size() != strides.size() || offset < 0) return std::nullopt;
@@ -74,7 +74,7 @@ std::optional<int64_t> extent(int64_t offset, const std::vector<int64_t>& sizes,
   return numel == 0 ? 0 : last + 1;
 }
 
-// The dtype that a global of torch's names, if it does.
+// The dtype that a torch global names, if any.
 std::optional<at::ScalarType> dtype_named(const PickleNode& node) {
   constexpr std::string_view kTorch = "torch.";
   if (node.kind != Kind::kGlobal || !node.name.starts_with(kTorch)) return std::nullopt;
@@ -103,7 +103,7 @@ class PickleReader {
   void push(PickleNodePtr node) { stack_.push_back(std::move(node)); }
   PickleNodePtr pop();
   PickleNodePtr& top();
-  // What lies above the last mark.
+  // What is above the last mark.
   std::vector<PickleNodePtr> pop_mark();
   std::vector<PickleNodePtr> pop_some(size_t count);
 
@@ -127,7 +127,7 @@ class PickleReader {
 };
 
 std::string_view PickleReader::take(size_t size) {
-  TORCH_CHECK_VALUE(size <= bytes_.size() - position_, "the pickle ends too early");
+  TORCH_CHECK_VALUE(size <= bytes_.size() - position_, "the pickle is truncated");
   auto part = bytes_.substr(position_, size);
   position_ += size;
   return part;
@@ -135,7 +135,7 @@ std::string_view PickleReader::take(size_t size) {
 
 std::string_view PickleReader::take_line() {
   auto end = bytes_.find('\n', position_);
-  TORCH_CHECK_VALUE(end != std::string_view::npos, "the pickle ends too early");
+  TORCH_CHECK_VALUE(end != std::string_view::npos, "the pickle is truncated");
   auto line = take(end - position_);
   ++position_;
   return line;
@@ -193,7 +193,7 @@ void PickleReader::memoize(uint64_t key) { memo_[key] = top(); }
 
 void PickleReader::recall(uint64_t key) {
   auto found = memo_.find(key);
-  TORCH_CHECK_VALUE(found != memo_.end(), "a reference to nothing");
+  TORCH_CHECK_VALUE(found != memo_.end(), "a reference to a missing object");
   found->second->complete = true;
   push(found->second);
 }
@@ -208,7 +208,7 @@ void PickleReader::make_tuple(const std::vector<PickleNodePtr>& items) {
 void PickleReader::extend(Kind kind, const std::vector<PickleNodePtr>& items) {
   auto& target = *top();
   TORCH_CHECK_VALUE(target.kind == kind && (kind != Kind::kDict || items.size() % 2 == 0),
-                    "items that do not fit ", describe(target));
+                    "items that do not belong in ", describe(target));
   for (const auto& item : items) add(target, item);
 }
 
@@ -220,7 +220,7 @@ void PickleReader::global() {
   push(std::move(node));
 }
 
-// ("storage", type, key, location, elements); where it was does not matter, it comes to the CPU.
+// ("storage", type, key, location, elements); the location is ignored, everything goes to the CPU.
 void PickleReader::storage() {
   auto id = pop();
   TORCH_CHECK_VALUE(id->kind == Kind::kTuple && id->items.size() == 5 &&
@@ -282,11 +282,11 @@ void PickleReader::reduce() {
   } else if (function->name == "collections.OrderedDict" && args->items.empty()) {
     push(container(Kind::kDict));
   } else {
-    TORCH_CHECK_VALUE(false, "an object of Python's ", function->name);
+    TORCH_CHECK_VALUE(false, "an object of the Python class ", function->name);
   }
 }
 
-// Attributes of a dict, which torch.nn leaves on a module's; nothing here reads them.
+// Attributes of a dict, which torch.nn sets on a module's state dict; nothing here reads them.
 void PickleReader::build() {
   pop();
   TORCH_CHECK_VALUE(top()->kind == Kind::kDict, "attributes of ", describe(*top()));
@@ -425,7 +425,7 @@ c10::IValue as_value(PickleNode& node) {
     for (auto& element : elements) list.push_back(std::move(element));
     node.value = std::move(list);
   }
-  // Shared parts are converted once: the work is bounded by the size of the file.
+  // Shared parts are converted once, so the size of the file bounds the work.
   node.converted = true;
   return node.value;
 }

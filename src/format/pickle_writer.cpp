@@ -22,7 +22,7 @@ void PickleWriter::put_number(uint64_t number, int width) {
   for (int i = 0; i < width; ++i) put(static_cast<char>(number >> (8 * i)));
 }
 
-// Names the value just written, so that it need not be written again.
+// Memoizes the value just written, so that it need not be written again.
 void PickleWriter::put_memo(const std::string& key) {
   auto id = static_cast<uint32_t>(memo_.size());
   memo_.emplace(key, id);

@@ -15,10 +15,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What one call is asked to write: Linux takes no more than 2 GB.
+// The most that one call writes: Linux accepts at most 2 GB.
 constexpr size_t kMostBytes = size_t{1} << 30;
 
-// Calls until a signal no longer interrupts. Returns what the call returned.
+// Repeats a call that a signal interrupts. Returns what the call returned.
 template <class Call>
 auto uninterrupted(Call call) {
   auto result = call();
@@ -26,7 +26,7 @@ auto uninterrupted(Call call) {
   return result;
 }
 
-// A link stays a link: what it points to is replaced.
+// A link stays a link; the file that it points to is replaced.
 std::string real_path(const std::string& path) {
   std::error_code error;
   if (!fs::is_symlink(path, error)) return path;
@@ -40,8 +40,8 @@ ReplacingFile::ReplacingFile(const std::string& path) : path_(real_path(path)) {
   std::error_code error;
   auto status = fs::status(path_, error);
   TORCH_CHECK_VALUE(!fs::exists(status) || fs::is_regular_file(status), "shardstep: cannot write ",
-                    path_, ": it is no regular file");
-  // open() and not mkstemp(): the file gets the rights that any new file gets.
+                    path_, ": it is not a regular file");
+  // open() and not mkstemp(), so that the file gets the permissions of any new file.
   for (int i = 0; descriptor_ < 0; ++i) {
     temporary_ = path_ + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(i);
     descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -112,7 +112,7 @@ void sync_directory(const std::string& directory) {
   int error = opened < 0 ? errno : 0;
   if (opened >= 0 && uninterrupted([&] { return ::fsync(opened); }) != 0) error = errno;
   if (opened >= 0) ::close(opened);
-  // EINVAL: this file system has no such thing as syncing a directory.
+  // EINVAL: this file system does not support syncing a directory.
   TORCH_CHECK(error == 0 || error == EINVAL, "shardstep: cannot sync the directory ", path, ": ",
               std::generic_category().message(error),
               "; what was written there may be lost if the machine fails");

@@ -1,7 +1,7 @@
 #pragma once
 
-// A file that takes the place of another in one move, or not at all: bytes go to a temporary file
-// beside it. Not thread-safe; several may write to one path, the last to commit stays.
+// A file that replaces another atomically, or not at all: bytes go to a temporary file beside it.
+// Not thread-safe; several may write to one path, and the last to commit wins.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,19 +14,19 @@ class ReplacingFile {
   explicit ReplacingFile(const std::string& path);
   ReplacingFile(const ReplacingFile&) = delete;
   ReplacingFile& operator=(const ReplacingFile&) = delete;
-  // Drops what was written, unless it was committed.
+  // Removes what was written, unless it was committed.
   ~ReplacingFile();
 
-  // Remembers a failure for check() instead of throwing; after one, bytes are dropped.
+  // Records a failure for check() instead of throwing; after one, bytes are discarded.
   void write(const void* data, size_t size) noexcept;
-  // Throws what went wrong in write().
+  // Throws the failure of write(), if any.
   void check() const;
-  // Takes the room for `size` bytes, where the file system can say whether there is any.
+  // Reserves space for `size` bytes, where the file system supports that.
   void reserve(int64_t size);
-  // Writes to a place of its own. Throws what goes wrong.
+  // Writes at an offset. Throws on failure.
   void write_at(int64_t offset, const void* data, size_t size);
-  // Makes what was written the file, durably. If the directory cannot be synced, this throws
-  // although the file is in its place.
+  // Durably replaces the file with what was written. If the directory cannot be synced, this throws
+  // although the file has been replaced.
   void commit();
 
  private:
@@ -38,7 +38,7 @@ class ReplacingFile {
   int write_error_ = 0;
 };
 
-// Makes the names in a directory durable. Throws what goes wrong.
+// Makes the names in a directory durable. Throws on failure.
 void sync_directory(const std::string& directory);
 
 }  // namespace shardstep::detail

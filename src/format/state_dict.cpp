@@ -24,7 +24,7 @@ using caffe2::serialize::PyTorchStreamWriter;
 using detail::PickleNode;
 using Kind = PickleNode::Kind;
 
-// Tensors of a StateDictFile that are larger than this are read when they are asked for.
+// Larger tensors of a StateDictFile are read only on request.
 constexpr size_t kSmallBytes = 4096;
 constexpr const char* kDtypeKey = "torch.dtype";
 constexpr const char* kByteOrder = std::endian::native == std::endian::little ? "little" : "big";
@@ -64,13 +64,13 @@ void write_dict(detail::PickleWriter& pickle, const StateDict& dict) {
   pickle.end_dict();
 }
 
-// The file's position of each index that param_groups names.
+// The position in the file of each index that param_groups names.
 std::map<int64_t, int64_t> positions(const std::vector<StateDict::ParamGroup>& groups) {
   std::map<int64_t, int64_t> positions;
   for (const auto& group : groups) {
     for (auto index : group.params) {
       bool is_new = positions.emplace(index, positions.size()).second;
-      TORCH_CHECK_VALUE(is_new, "parameter ", index, " is twice in param_groups");
+      TORCH_CHECK_VALUE(is_new, "parameter ", index, " appears twice in param_groups");
     }
   }
   return positions;
@@ -79,11 +79,11 @@ std::map<int64_t, int64_t> positions(const std::vector<StateDict::ParamGroup>& g
 int64_t position(const std::map<int64_t, int64_t>& positions, int64_t index) {
   auto found = positions.find(index);
   TORCH_CHECK_VALUE(found != positions.end(), "state of parameter ", index,
-                    ", but param_groups name ", positions.size(), " parameters without it");
+                    ", which is not among the ", positions.size(), " parameters of param_groups");
   return found->second;
 }
 
-// The bytes of a storage in host memory; another device's are copied, one storage at a time.
+// The bytes of a storage in host memory; copied from other devices, one storage at a time.
 at::Tensor host_bytes(const c10::Storage& storage) {
   auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
   auto bytes = at::empty({0}, options);
@@ -104,7 +104,7 @@ PickleNode& entry(const PickleNode& dict, const std::string& key, const char* wh
   TORCH_CHECK_VALUE(false, "expected ", what, " to have the key '", key, "'");
 }
 
-// Every key but `except`.
+// Every key except `except`.
 NamedValues read_values(const PickleNode& dict, const std::string& what,
                         const char* except = nullptr) {
   TORCH_CHECK_VALUE(dict.kind == Kind::kDict, "expected ", what, " to be a dict, got ",
@@ -139,7 +139,7 @@ StateDict::ParamGroup read_param_group(const PickleNode& node) {
   return group;
 }
 
-// Python's load_state_dict goes by the order of params and not by the numbers in it: so do we.
+// Python's load_state_dict uses the order of params and not the numbers in it, and so do we.
 StateDict read_dict(const PickleNode& root) {
   StateDict dict;
   const auto& groups = entry(root, "param_groups", "the file's value");
@@ -171,7 +171,7 @@ StateDict read_dict(const PickleNode& root) {
 c10::Storage read_record(PyTorchStreamReader& file, const std::string& name, size_t file_size,
                          std::optional<size_t> expected = std::nullopt) {
   auto size = file.getRecordSize(name);
-  // Torch's files are not compressed; without this a damaged size would be allocated first.
+  // Torch's files are not compressed; without this check, a damaged size would be allocated first.
   TORCH_CHECK_VALUE(size <= file_size && size == expected.value_or(size), "record ", name, " has ",
                     size, " bytes, expected ", expected.value_or(file_size));
   auto* allocator = c10::GetCPUAllocator();
@@ -189,7 +189,7 @@ std::unique_ptr<PyTorchStreamReader> open_zip(const std::string& path) {
   try {
     return std::make_unique<PyTorchStreamReader>(path);
   } catch (const c10::Error&) {
-    TORCH_CHECK_VALUE(false, "no zip file as torch.save writes it, or a damaged one");
+    TORCH_CHECK_VALUE(false, "not a zip file as torch.save writes it, or a damaged one");
   }
 }
 
@@ -197,11 +197,11 @@ std::unique_ptr<PyTorchStreamReader> open_zip(const std::string& path) {
 StateDict read_file(
     PyTorchStreamReader& file, size_t file_size,
     const std::function<c10::Storage(const std::string& name, size_t nbytes)>& load) {
-  TORCH_CHECK_VALUE(file.hasRecord("data.pkl"), "a zip file that torch.save did not make");
+  TORCH_CHECK_VALUE(file.hasRecord("data.pkl"), "a zip file that torch.save did not write");
   TORCH_CHECK_VALUE(!file.hasRecord("constants.pkl"), "a TorchScript module");
   if (file.hasRecord("byteorder")) {
     auto order = read_record(file, "byteorder", file_size);
-    TORCH_CHECK_VALUE(text(order) == kByteOrder, "numbers that are ", text(order), "-endian");
+    TORCH_CHECK_VALUE(text(order) == kByteOrder, "numbers in ", text(order), "-endian byte order");
   }
   auto pickle = read_record(file, "data.pkl", file_size);
   auto root = detail::read_pickle(text(pickle), [&](const std::string& key, size_t nbytes) {
@@ -231,7 +231,7 @@ size_t checked_size(const std::string& path) {
   TORCH_CHECK_VALUE(std::filesystem::exists(status), "shardstep: cannot read ", path,
                     ": no such file");
   TORCH_CHECK_VALUE(std::filesystem::is_regular_file(status), "shardstep: cannot read ", path,
-                    ": it is no regular file");
+                    ": it is not a regular file");
   return std::filesystem::file_size(path);
 }
 
@@ -287,7 +287,7 @@ void write_state_dict(const StateDict& dict, const std::string& path,
 
   ReplacingFile file(path);
   {
-    // Its destructor writes too and must not see a failure: ReplacingFile keeps them for check().
+    // Its destructor writes too and must not see a failure, so ReplacingFile keeps it for check().
     PyTorchStreamWriter records([&](const void* data, size_t size) {
       file.write(data, size);
       return size;
@@ -300,7 +300,7 @@ void write_state_dict(const StateDict& dict, const std::string& path,
     put(".format_version", "1", 1);
     put(".storage_alignment", "64", 2);
     put("byteorder", kByteOrder, std::string_view(kByteOrder).size());
-    std::vector<char> buffer;  // one for all: malloc would keep pieces of many
+    std::vector<char> buffer;  // one for all, since many would fragment the heap
     for (size_t i = 0; i < pickle.storages().size(); ++i) {
       const auto& storage = pickle.storages()[i];
       const auto name = "data/" + std::to_string(i);

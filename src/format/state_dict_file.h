@@ -1,7 +1,7 @@
 #pragma once
 
-// The file of a state dict, a tensor at a time. In a StateDict of this header's, large tensors are
-// on the meta device: they say what is in the file and hold nothing. Not thread-safe.
+// The file of a state dict, one tensor at a time. In the StateDicts here, large tensors are on the
+// meta device: they describe the file's contents and hold nothing. Not thread-safe.
 
 #include <functional>
 #include <memory>
@@ -11,14 +11,14 @@
 
 namespace shardstep::detail {
 
-// Puts what a meta storage stands for into memory that has room for it.
+// Writes what a meta storage stands for to `memory`, which has room for it.
 using StorageContent = std::function<void(const c10::Storage&, void* memory)>;
 
 // Writes the file of shardstep/state_dict.h.
 void write_state_dict(const StateDict& dict, const std::string& path,
                       const StorageContent& content);
 
-// Reads one. Errors name the file.
+// Reads such a file. Errors name the file.
 class StateDictFile {
  public:
   explicit StateDictFile(const std::string& path);

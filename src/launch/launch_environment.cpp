@@ -46,9 +46,9 @@ uint16_t parse_port(const std::string& value) {
   return static_cast<uint16_t>(parse_integer("MASTER_PORT", value, 1, 65535));
 }
 
-// Below the ports that the kernel hands out, and not torch's default. Two jobs may still draw the
-// same one: then the second's rank 0 cannot bind and says so, and the key prefix keeps its other
-// ranks from reading the first job's keys.
+// Below the ephemeral ports, and not torch's default. Two jobs may still get the same one: then the
+// second's rank 0 cannot bind and reports it, and the key prefix keeps its other ranks from reading
+// the first job's keys.
 uint16_t derived_port(std::string_view job) {
   uint32_t hash = 2166136261u;  // FNV-1a
   for (unsigned char byte : job) hash = (hash ^ byte) * 16777619u;
@@ -103,7 +103,7 @@ LaunchEnvironment read_open_mpi(const EnvironmentLookup& lookup) {
   return launch;
 }
 
-// Slurm numbers the steps that are not srun's (batch script, interactive shell) from here.
+// From here on, Slurm numbers the steps that srun did not start (batch script, interactive shell).
 constexpr int64_t kFirstReservedStep = 0xfffffff0;
 
 std::optional<int64_t> srun_step(const EnvironmentLookup& lookup) {
@@ -166,7 +166,7 @@ LaunchEnvironment read_launch_environment(const EnvironmentLookup& lookup) {
     return read_open_mpi(lookup);
   }
   if (auto step = srun_step(lookup)) return read_slurm(lookup, *step);
-  // A job that meant to be many processes must not train alone in silence.
+  // A job meant to run as many processes must not silently train as one.
   for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
     auto value = lookup(name);
     TORCH_CHECK_VALUE(!value, "shardstep: expected RANK and WORLD_SIZE to be set because ", name,

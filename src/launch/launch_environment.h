@@ -1,7 +1,7 @@
 #pragma once
 
-// What a launcher says about this process, read from the environment. Pure: the lookup is an
-// argument, nothing is opened or connected. Thread safety: as the lookup's.
+// What the launcher says about this process in the environment. Pure: the lookup is an argument,
+// and nothing is opened or connected. Thread safety: that of the lookup.
 
 #include <cstdint>
 #include <functional>
@@ -19,13 +19,13 @@ struct LaunchEnvironment {
   Launcher launcher = Launcher::kNone;
   int rank = 0;
   int world_size = 1;
-  // Where the ranks meet, if there are several: a file when `store_file` is not empty, else a
+  // Where the ranks meet, if there are several: a file if `store_file` is not empty, else a
   // TCPStore at host:port, which this process hosts or joins.
   std::string store_file;
   std::string host;
   uint16_t port = 0;
   bool hosts_store = false;
-  // Keys of different jobs, and of restarts of one job, do not meet under their prefixes.
+  // Separates the keys of different jobs, and of restarts of one job.
   std::string key_prefix;
 };
 

@@ -28,8 +28,8 @@ struct DefaultGroup {
   ProcessGroupPtr group;
 };
 
-// A rank that dies closes its sockets, and by default writing to one ends the process without a
-// word. Other ranks must get as far as an error. Python does the same.
+// A rank that dies closes its sockets, and by default, writing to one ends the process silently.
+// The other ranks must get an error instead. Python ignores SIGPIPE too.
 void ignore_broken_pipes() {
   struct sigaction action{};
   if (::sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) {
@@ -76,7 +76,7 @@ ProcessGroupPtr make_launched_group(const detail::LaunchEnvironment& launch,
     auto group = make_process_group(
         c10::make_intrusive<c10d::PrefixStore>("shardstep/" + launch.key_prefix, store),
         launch.rank, launch.world_size, options);
-    // Whoever hosts the store may exit at once afterwards, so nobody may still need it.
+    // The host of the store may exit right afterwards, so no rank may still need it.
     group->barrier()->wait();
     return group;
   } catch (const c10::ValueError&) {
@@ -107,7 +107,7 @@ std::string join(const std::vector<int>& ranks) {
   return text + "]";
 }
 
-// Throws on every rank if one of them asked for another list.
+// Throws on every rank if one of them passed another list.
 void check_same_ranks(const StorePtr& store, const std::vector<int>& ranks, int rank, int size) {
   auto key = [](int r) { return "ranks/" + std::to_string(r); };
   const auto mine = join(ranks);
@@ -185,8 +185,8 @@ ProcessGroupPtr new_group(const std::vector<int>& ranks, const ProcessGroupOptio
   const auto parent = given_parent ? given_parent : default_process_group();
   const int rank = parent->getRank();
   const int size = parent->getSize();
-  // Counted in the store, rank by rank, so that all ranks find the same number without any state
-  // of ours.
+  // Counted in the store, rank by rank, so that all ranks get the same number without any state of
+  // our own.
   auto count = parent->getStore()->add("shardstep/new_group/" + std::to_string(rank), 1);
   auto store = c10::make_intrusive<c10d::PrefixStore>(
       "shardstep/new_group/number/" + std::to_string(count), parent->getStore());
@@ -200,7 +200,7 @@ ProcessGroupPtr new_group(const std::vector<int>& ranks, const ProcessGroupOptio
     auto& global_ranks = group->getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
     for (int member : ranks) global_ranks.push_back(global_rank(parent, member));
   }
-  // As in init_process_group: the host of the store may exit at once afterwards.
+  // As in init_process_group, the host of the store may exit right afterwards.
   parent->barrier()->wait();
   return group;
 }

@@ -13,10 +13,10 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout);
 
-// True if this build has NCCL and the machine a GPU for it.
+// Whether this build has NCCL and the machine has a GPU for it.
 bool nccl_is_usable();
 
-// Throws where this build has no NCCL.
+// Throws if this build has no NCCL.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout);

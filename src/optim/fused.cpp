@@ -1,5 +1,6 @@
-// The four optimizers differ in their state and in the kernel that they call: a Rule says both.
-// What they share, finding out who may be fused and handing each kernel its lists, is written once.
+// The four optimizers differ in their state and in the kernel that they call; a Rule describes
+// both. What they share is written once: deciding what may be fused, and passing each kernel its
+// lists.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -37,7 +38,7 @@ struct Batch {
   std::array<Tensors, 3> state{};
 };
 
-// What a rule makes of one parameter's state when its step begins.
+// One parameter's state, as a rule prepares it when its step begins.
 struct Entry {
   StateTensors state;
   int64_t step = 0;  // 0: the optimizer does not count
@@ -46,7 +47,7 @@ struct Entry {
 
 // ---- rules -------------------------------------------------------------------------------------
 // kLowPrecision: whether the kernel can be trusted with float16 and bfloat16.  tensors(): the state
-// that exists, which must fit the parameter.  begin(): makes what is missing and counts the step.
+// that exists, which must fit the parameter.  begin(): creates missing state and counts the step.
 // run(): the kernel.
 
 template <typename Optimizer, typename OptionsT, typename StateT, typename KernelT>
@@ -139,10 +140,10 @@ struct AdagradRule {
   }
 };
 
-// ---- who may be fused --------------------------------------------------------------------------
+// ---- what may be fused -------------------------------------------------------------------------
 
-// The kernels walk all tensors of a parameter as flat memory: element i must be the same
-// everywhere.
+// The kernels treat all tensors of a parameter as flat memory, so element i must be the same in all
+// of them.
 bool walks_alike(const at::Tensor& param, const at::Tensor& other) {
   if (!other.defined() || other.layout() != c10::kStrided || other.is_neg() ||
       other.scalar_type() != param.scalar_type() || other.device() != param.device() ||
@@ -166,7 +167,7 @@ bool has_kernel(const at::Tensor& param) {
   return op.hasKernelForDispatchKey(c10::computeDispatchKey(dtype, param.layout(), param.device()));
 }
 
-// The one place that decides between ATen's kernel and torch::optim's step.
+// The only place that decides between ATen's kernel and torch::optim's step.
 template <typename Rule>
 bool fusible(const at::Tensor& param, const State* state, const typename Rule::Options& options) {
   if (!has_kernel<Rule>(param) || !walks_alike(param, param) || !walks_alike(param, param.grad())) {
@@ -196,7 +197,7 @@ template <typename Rule>
 void fused_update(const Tensors& params, typename Rule::Base& optimizer,
                   const typename Rule::Options& options) {
   std::vector<Batch> batches;
-  // The kernels only read the counters, so parameters that have made as many steps share one.
+  // The kernels only read the counters, so parameters with the same step count share one.
   std::unordered_map<at::Device, std::unordered_map<int64_t, at::Tensor>> counters;
   for (const auto& param : params) {
     auto entry = Rule::begin(param, optimizer.state(), options);
@@ -212,7 +213,8 @@ void fused_update(const Tensors& params, typename Rule::Base& optimizer,
     batch.steps.push_back(counter);
   }
   for (const auto& batch : batches) Rule::run(batch, options);
-  // Unlike torch's own in-place steps the kernels do not, and autograd would miss the change.
+  // Unlike torch's own in-place steps, the kernels do not do this, and autograd would miss the
+  // change.
   for (const auto& param : params) param.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -255,7 +257,7 @@ void step(typename Rule::Base& optimizer) {
       any_rest |= !fuse;
     }
   }
-  // First what torch may refuse: then nothing of this step has happened yet.
+  // First what torch may refuse, so that a refused step has changed nothing.
   if (any_rest) {
     NarrowedGroups narrowed(optimizer, std::move(rest));
     optimizer.Rule::Base::step();
@@ -266,7 +268,7 @@ void step(typename Rule::Base& optimizer) {
   }
 }
 
-// torch makes Adagrad's state in the constructor alone, and then refuses groups that are added
+// torch creates Adagrad's state only in the constructor, and then refuses groups that are added
 // later.
 void make_missing_state(Adagrad& optimizer) {
   const auto& defaults = static_cast<const AdagradRule::Options&>(optimizer.defaults());

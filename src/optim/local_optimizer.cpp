@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <optional>
 #include <sstream>
 
 #include "format/param_group_keys.h"
@@ -54,7 +55,7 @@ double to_double(const std::string& name, const c10::IValue& value) {
   refuse(name, "a number", value);
 }
 
-// How a C++ value of a type looks in Python, and back.
+// Conversions between C++ values and their Python form.
 void from_value(const std::string& name, const c10::IValue& value, double& to) {
   to = to_double(name, value);
 }
@@ -76,6 +77,18 @@ void from_value(const std::string& name, const c10::IValue& value, std::tuple<do
   if (pair.size() != 2) refuse(name, "a tuple of two numbers", value);
   to = {to_double(name, pair[0]), to_double(name, pair[1])};
 }
+void from_value(const std::string& name, const c10::IValue& value,
+                std::tuple<double, double, double>& to) {
+  std::vector<c10::IValue> items;
+  if (value.isTuple()) items = value.toTupleRef().elements().vec();
+  if (value.isList()) items = value.toList().vec();
+  if (items.size() != 3) refuse(name, "a tuple of three numbers", value);
+  to = {to_double(name, items[0]), to_double(name, items[1]), to_double(name, items[2])};
+}
+void from_value(const std::string& name, const c10::IValue& value, std::optional<std::string>& to) {
+  if (!value.isNone() && !value.isString()) refuse(name, "a string or None", value);
+  to = value.isString() ? std::optional(value.toStringRef()) : std::nullopt;
+}
 void from_value(const std::string& name, const c10::IValue& value, at::Tensor& to) {
   if (!value.isNone() && !value.isTensor()) refuse(name, "a tensor", value);
   to = value.isTensor() ? value.toTensor() : at::Tensor();
@@ -84,8 +97,10 @@ void from_value(const std::string& name, const c10::IValue& value, at::Tensor& t
 c10::IValue to_value(double value) { return value; }
 c10::IValue to_value(bool value) { return value; }
 c10::IValue to_value(const std::tuple<double, double>& value) { return value; }
+c10::IValue to_value(const std::tuple<double, double, double>& value) { return value; }
+c10::IValue to_value(const std::optional<std::string>& value) { return value; }
 c10::IValue to_value(const at::Tensor& value) { return value; }
-// Only step counters are ints, and Python keeps these as tensors.
+// Python keeps step counters as tensors.
 c10::IValue to_value(int64_t value) {
   return at::scalar_tensor(static_cast<double>(value), at::kFloat);
 }
@@ -113,14 +128,24 @@ Field<Owner> field(std::string name, T& (Owner::*access)() noexcept) {
   return {name, read, write};
 }
 
-// A field that some options do without.
+// An int that is one in Python too.
+template <class Owner>
+Field<Owner> int_field(std::string name, int64_t& (Owner::*access)() noexcept) {
+  auto made = field(std::move(name), access);
+  made.read = [access](const Owner& owner) {
+    return c10::IValue((const_cast<Owner&>(owner).*access)());
+  };
+  return made;
+}
+
+// A field that may be missing from options.
 template <class Owner>
 Field<Owner> optional(Field<Owner> field) {
   field.required = false;
   return field;
 }
 
-// A key that C++ lacks and that changes results: it must have the value that C++ acts by.
+// A key that C++ lacks and that changes results: it must have the value that C++ assumes.
 template <class Owner>
 Field<Owner> fixed(const std::string& name, bool meaning) {
   auto write = [name, meaning](const c10::IValue& value, Owner&) {
@@ -194,7 +219,7 @@ LocalOptimizer named_optimizer(const std::string& name, const Options& defaults,
   return local;
 }
 
-// Adam and AdamW differ in what weight decay means, and in nothing else.
+// Adam and AdamW differ only in the meaning of weight decay.
 template <class Options>
 Fields<Options> adam_options(bool decoupled_weight_decay) {
   return {field("lr", &Options::lr),
@@ -279,10 +304,45 @@ LocalOptimizer local_optimizer(const torch_optim::RMSpropOptions& defaults) {
        optional(field("grad_avg", &State::grad_avg))});
 }
 
+LocalOptimizer local_optimizer(const optim::MuonOptions& defaults) {
+  using Options = optim::MuonOptions;
+  using State = optim::MuonParamState;
+  auto local = named_optimizer<optim::Muon, State>(
+      "Muon", defaults,
+      {field("lr", &Options::lr), field("weight_decay", &Options::weight_decay),
+       field("momentum", &Options::momentum), field("nesterov", &Options::nesterov),
+       field("ns_coefficients", &Options::ns_coefficients), field("eps", &Options::eps),
+       int_field("ns_steps", &Options::ns_steps), field("adjust_lr_fn", &Options::adjust_lr_fn)},
+      {field("momentum_buffer", &State::momentum_buffer)});
+  local.cost = [steps = defaults.ns_steps()](const at::Tensor& param) {
+    return optim::muon_cost(param, steps);
+  };
+  local.check_param = optim::check_muon_param;
+  return local;
+}
+
 LocalOptimizer local_optimizer(const torch_optim::LBFGSOptions&) {
   TORCH_CHECK_VALUE(false,
                     "shardstep: LBFGS cannot be sharded: its step depends on the gradients of all "
                     "parameters at once, and it evaluates the closure several times per step");
+}
+
+LocalOptimizer local_optimizer_for(const torch_optim::OptimizerOptions& options) {
+  std::optional<LocalOptimizer> local;
+  const auto try_type = [&](auto* typed) {
+    if (typed != nullptr) local = local_optimizer(*typed);
+  };
+  try_type(dynamic_cast<const torch_optim::AdamOptions*>(&options));
+  try_type(dynamic_cast<const torch_optim::AdamWOptions*>(&options));
+  try_type(dynamic_cast<const torch_optim::SGDOptions*>(&options));
+  try_type(dynamic_cast<const torch_optim::AdagradOptions*>(&options));
+  try_type(dynamic_cast<const torch_optim::RMSpropOptions*>(&options));
+  try_type(dynamic_cast<const optim::MuonOptions*>(&options));
+  TORCH_CHECK_TYPE(local,
+                   "shardstep: expected options of Adam, AdamW, SGD, Adagrad, RMSprop or "
+                   "Muon for a param group's own optimizer, got ",
+                   c10::demangle(typeid(options).name()));
+  return *local;
 }
 
 namespace detail {

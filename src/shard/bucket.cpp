@@ -14,7 +14,7 @@ at::Tensor flat_view(const at::Tensor& tensor) {
 }
 
 at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& tensor) {
-  // Strides of axes with one element do not order anything, so they need not agree.
+  // Strides of axes with one element do not matter, so they may differ.
   bool same = is_dense(tensor) && tensor.sizes() == like.sizes();
   for (int64_t axis = 0; same && axis < tensor.dim(); ++axis) {
     same = tensor.size(axis) <= 1 || tensor.stride(axis) == like.stride(axis);

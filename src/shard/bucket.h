@@ -1,8 +1,8 @@
 #pragma once
 
 // Parameters laid out in one range per rank. With flat storage the parameters become views of one
-// tensor; without, they stay where they are and the bucket is only a way of looking at them. Either
-// way a bucket hands out 1-D tensors that alias the parameters' memory, in memory order.
+// tensor; without it, they stay where they are and the bucket is only a view of them. Either way, a
+// bucket returns 1-D tensors that alias the parameters' memory, in memory order.
 // Thread safety: none. Nothing here communicates.
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@
 
 namespace shardstep {
 
-// Whether the elements of `tensor` lie in memory without gaps or overlap, in whatever order.
+// Whether the elements of `tensor` fill memory without gaps or overlap, in any order.
 SHARDSTEP_API bool is_dense(const at::Tensor& tensor);
 
 // All elements in memory order, aliasing. REQUIRES: is_dense(tensor).
@@ -31,20 +31,20 @@ enum class BucketStorage {
 
 class SHARDSTEP_API Bucket {
  public:
-  // `params` in the order of the layout's slots. `flat` is the flat storage to use, zeroed, if it
-  // is not to be the bucket's own. REQUIRES: all dense, of one dtype and device.
+  // `params` in the order of the layout's slots. `flat` is zeroed flat storage to use instead of
+  // the bucket's own. REQUIRES: all dense, of one dtype and device.
   Bucket(BucketLayout layout, std::vector<at::Tensor> params, BucketStorage storage,
          at::Tensor flat = {});
 
-  // Follows parameters that were given other memory since the last call (`param.data = …`); flat
-  // storage takes their values back in. Says whether there were any.
+  // Follows parameters whose memory was replaced since the last call (`param.data = …`); with flat
+  // storage, copies their values back into it. Returns whether there were any.
   bool refresh();
 
   // Parameter `slot`'s elements, aliasing.
   at::Tensor view(size_t slot, Range elements) const;
 
-  // What travels: the shards, without the parameters whose `active` entry (by slot) is false. With
-  // flat storage and everything active this is one part per rank, padding included.
+  // What is sent: the shards, without the parameters whose `active` entry (by slot) is false. With
+  // flat storage and everything active, this is one part per rank, including padding.
   Parts parts(const std::vector<bool>& active) const;
 
   const BucketLayout& layout() const { return layout_; }
@@ -57,7 +57,7 @@ class SHARDSTEP_API Bucket {
 
   BucketLayout layout_;
   std::vector<at::Tensor> params_;
-  std::vector<const void*> data_;  // where each parameter was when last looked at
+  std::vector<const void*> data_;  // each parameter's memory at the last refresh()
   at::Tensor flat_;
 };
 

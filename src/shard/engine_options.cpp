@@ -24,6 +24,9 @@ std::optional<Stage2Options> stage2_options(int stage, const Stage2Options& give
 namespace detail {
 
 void check_options(const EngineOptions& options, const ProcessGroupPtr& group) {
+  TORCH_CHECK_VALUE(!options.master_dtype || *options.master_dtype == at::kFloat,
+                    "shardstep: expected master_dtype to be float32, got ", *options.master_dtype,
+                    who(group));
   if (!options.stage2) return;
   TORCH_CHECK_VALUE(!options.overlap,
                     "shardstep: expected stage 1 with overlap_with_ddp, got stage 2, which reduces "
@@ -35,10 +38,12 @@ void check_options(const EngineOptions& options, const ProcessGroupPtr& group) {
                     who(group));
 }
 
-int64_t bucket_cap_bytes(const EngineOptions& options) {
-  // Gradients of a bucket live until all of them are there.
-  constexpr double kStage2 = 25;
-  const double mb = options.bucket_cap_mb.value_or(options.stage2 ? kStage2 : 0);
+int64_t bucket_cap_bytes(const EngineOptions& options, at::Device device) {
+  // Gradients of a bucket stay in memory until all of them are ready; on a device, parameters that
+  // are not in flat storage are copied into a flat tensor to be sent.
+  constexpr double kCap = 25;
+  const bool copied = !device.is_cpu() && options.storage == BucketStorage::kInPlace;
+  const double mb = options.bucket_cap_mb.value_or(options.stage2 || copied ? kCap : 0);
   TORCH_CHECK_VALUE(mb >= 0 && std::isfinite(mb),
                     "shardstep: expected bucket_cap_mb of 0 or more, got ", mb);
   return static_cast<int64_t>(std::ceil(mb * 1024 * 1024));
@@ -48,7 +53,8 @@ std::string describe(const EngineOptions& options) {
   auto text = c10::str(
       "sharding by ", options.sharding == Sharding::kElement ? "element" : "parameter", ", flat ",
       options.storage == BucketStorage::kFlat, ", exchange ", static_cast<int>(options.exchange),
-      ", bucket cap ", bucket_cap_bytes(options), " bytes, overlap ", options.overlap);
+      ", bucket cap ", bucket_cap_bytes(options), " bytes, overlap ", options.overlap,
+      ", master_dtype ", options.master_dtype ? c10::toString(*options.master_dtype) : "none");
   if (!options.stage2) return text + ", stage 1";
   const auto& [share_parameters, overlap_forward, gradient_dtype] = *options.stage2;
   return c10::str(text, ", stage 2, shared parameters ", share_parameters, ", overlap_forward ",

@@ -17,12 +17,13 @@ namespace shardstep {
 
 // Stage 2: the engine averages gradients over the ranks, and each rank keeps what it owns.
 struct Stage2Options {
-  // One copy of the parameters for all ranks, which share memory. No rank may change them by
-  // itself.
+  // One copy of the parameters for all ranks of a host, which share memory. No rank may change
+  // them by itself.
   bool share_parameters = false;
-  // after_step returns at once, and parameters are there when wait() returns.
+  // after_step returns at once, and parameters have arrived when wait() returns.
   bool overlap_forward = false;
-  // What wider gradients are rounded to, to travel; they are added up in their own dtype.
+  // The dtype in which wider gradients are sent; they are summed in their own. Those of parameters
+  // that have masters are sent in the parameter's dtype, and summed in the master's.
   std::optional<at::ScalarType> gradient_dtype = std::nullopt;
 };
 
@@ -32,10 +33,14 @@ struct EngineOptions {
   Sharding sharding = Sharding::kParameter;
   BucketStorage storage = BucketStorage::kInPlace;
   ExchangeKind exchange = ExchangeKind::kAuto;
-  // 0: one bucket per dtype and device. Unset: that in stage 1, small ones in stage 2.
+  // 0: one bucket per dtype and device. Unset: that in stage 1 with CPU tensors or flat storage,
+  // small ones otherwise.
   std::optional<double> bucket_cap_mb = std::nullopt;
   // The update runs inside the backward pass, some parameters at a time.
   bool overlap = false;
+  // Float32: the local optimizer updates masters of this dtype in place of bfloat16 and float16
+  // parameters, which get the rounded result.
+  std::optional<at::ScalarType> master_dtype = std::nullopt;
 };
 
 // The options for a `stage` that a user asked for. Throws ValueError if there is no such stage, or
@@ -47,9 +52,9 @@ namespace detail {
 
 // Throws ValueError if options contradict each other.
 void check_options(const EngineOptions& options, const ProcessGroupPtr& group);
-// The most bytes that a bucket holds; 0 for no limit.
-int64_t bucket_cap_bytes(const EngineOptions& options);
-// In words, for ranks to compare.
+// The most bytes that a bucket of parameters on `device` holds; 0 for no limit.
+int64_t bucket_cap_bytes(const EngineOptions& options, at::Device device = at::kCPU);
+// As text, for ranks to compare.
 std::string describe(const EngineOptions& options);
 
 }  // namespace detail

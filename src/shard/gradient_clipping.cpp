@@ -17,7 +17,10 @@ std::vector<int64_t> all_params(const ShardEngine& engine) {
 double total_norm(const std::vector<at::Tensor>& gradients, double norm_type) {
   std::vector<at::Tensor> norms;
   for (const auto& gradient : gradients) {
-    if (gradient.numel() > 0) norms.push_back(at::linalg_vector_norm(gradient, norm_type).cpu());
+    if (gradient.numel() == 0) continue;
+    // A norm of narrow numbers may be too large for their type.
+    const auto dtype = is_narrow(gradient.scalar_type()) ? std::optional(at::kFloat) : std::nullopt;
+    norms.push_back(at::linalg_vector_norm(gradient, norm_type, std::nullopt, false, dtype).cpu());
   }
   return norms.empty() ? 0 : at::linalg_vector_norm(at::stack(norms), norm_type).item<double>();
 }
@@ -29,7 +32,7 @@ double clip_grad_norm(ShardEngine& engine, double max_norm, double norm_type,
   engine.check_stage_2("clip_grad_norm_");
   at::NoGradGuard no_grad;
   auto* const sharded = engine.gradients();
-  const auto whole = sharded ? std::vector<at::Tensor>() : engine.owned_gradients();
+  const auto whole = sharded ? std::vector<at::Tensor>() : engine.whole_gradients();
   const double total = sharded ? sharded->total_norm(norm_type) : total_norm(whole, norm_type);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(total),
               "shardstep: expected gradients with a finite norm, got ", total,
@@ -47,7 +50,7 @@ void clip_grad_value(ShardEngine& engine, double clip_value) {
   if (auto* const sharded = engine.gradients()) {
     return sharded->clamp(all_params(engine), -clip_value, clip_value);
   }
-  for (at::Tensor gradient : engine.owned_gradients()) gradient.clamp_(-clip_value, clip_value);
+  for (at::Tensor gradient : engine.whole_gradients()) gradient.clamp_(-clip_value, clip_value);
 }
 
 }  // namespace shardstep

@@ -8,8 +8,8 @@
 
 namespace shardstep {
 
-// Scales the gradients down to a norm over all of them of at most max_norm, and returns what it
-// was, the same on every rank. `norm_type` may be infinite.
+// Scales the gradients so that their total norm is at most max_norm, and returns the norm before
+// scaling, the same on every rank. `norm_type` may be infinite.
 SHARDSTEP_API double clip_grad_norm(ShardEngine& engine, double max_norm, double norm_type,
                                     bool error_if_nonfinite);
 

@@ -8,31 +8,39 @@
 namespace shardstep {
 namespace {
 
-// Which of these slices' parameters have a gradient on rank `from`.
-std::vector<bool> lent_slices(const ShardEngine& engine, const std::vector<const Slice*>& slices,
-                              int from, int to) {
-  auto has_gradient = at::zeros({static_cast<int64_t>(slices.size())}, at::kByte);
+// By parameter: whether it has a gradient on rank `from`.
+std::vector<bool> lent_params(const ShardEngine& engine, int from, int to) {
+  auto has_gradient = at::zeros({engine.param_count()}, at::kByte);
   auto* flags = has_gradient.mutable_data_ptr<uint8_t>();
-  for (size_t i = 0; i < slices.size(); ++i) {
-    flags[i] = engine.param(slices[i]->param).grad().defined();
-  }
-  has_gradient = has_gradient.to(detail::control_device(engine.process_group()));
-  engine.exchange()->transfer({has_gradient}, from, to, ControlMessage::kLentGradients)->wait();
+  for (int64_t i = 0; i < engine.param_count(); ++i) flags[i] = engine.param(i).grad().defined();
+  has_gradient = has_gradient.to(detail::control_device(engine.control_group()));
+  engine.control().transfer({has_gradient}, from, to, ControlMessage::kLentGradients)->wait();
   has_gradient = has_gradient.cpu();
   flags = has_gradient.mutable_data_ptr<uint8_t>();
-  return std::vector<bool>(flags, flags + slices.size());
+  return std::vector<bool>(flags, flags + engine.param_count());
+}
+
+// A frozen parameter travels if it has a gradient: also ranks that own nothing of it must know.
+void follow_frozen(const ShardEngine& engine, const std::vector<bool>& lent) {
+  for (int64_t i = 0; i < engine.param_count(); ++i) {
+    const auto& param = engine.param(i);
+    if (param.requires_grad() || param.grad().defined() == lent[i]) continue;
+    param.mutable_grad() =
+        lent[i] ? at::zeros({}, param.options().requires_grad(false)).expand_as(param)
+                : at::Tensor();
+  }
 }
 
 void lend(const ShardEngine& engine, int from, int to) {
   if (engine.rank() != from && engine.rank() != to) return;
   at::NoGradGuard no_grad;
   const auto slices = engine.partition().owned(to);
-  const auto lent = lent_slices(engine, slices, from, to);
+  const auto lent = lent_params(engine, from, to);
   std::vector<at::Tensor> parts;
   for (size_t i = 0; i < slices.size(); ++i) {
     const auto& param = engine.param(slices[i]->param);
     auto& gradient = param.mutable_grad();
-    if (!lent[i]) {
+    if (!lent[slices[i]->param]) {
       gradient.reset();
       continue;
     }
@@ -45,13 +53,14 @@ void lend(const ShardEngine& engine, int from, int to) {
         flat_view(gradient).narrow(0, slices[i]->elements.begin, slices[i]->elements.size()));
   }
   engine.exchange()->transfer(parts, from, to, ControlMessage::kLentGradients)->wait();
+  if (engine.rank() == to) follow_frozen(engine, lent);
 }
 
 }  // namespace
 
 void lend_gradients(ShardEngine& engine, bool has_gradients) {
   if (!engine.exchange() || engine.stage() != 1) return;
-  const auto has = detail::all_gather_number(engine.process_group(), has_gradients ? 1 : 0);
+  const auto has = detail::all_gather_number(engine.control_group(), has_gradients ? 1 : 0);
   const auto lender = std::find(has.begin(), has.end(), 1);
   if (lender == has.end()) return;
   for (int borrower = 0; borrower < engine.world_size(); ++borrower) {

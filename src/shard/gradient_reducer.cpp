@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "failure_points.h"
 #include "launch/who.h"
 #include "shard/bucket.h"
 #include "shard/stand_in.h"
@@ -12,9 +13,9 @@
 namespace shardstep {
 namespace {
 
-// What is said of a parameter's gradients.
+// Flags that describe a parameter's gradients.
 constexpr uint8_t kUsed = 1;
-constexpr uint8_t kUnfit = 2;  // one was not of the parameter that was added
+constexpr uint8_t kUnfit = 2;  // one did not fit the parameter that was added
 
 // All elements of a gradient in the parameter's memory order.
 at::Tensor flat_gradient(const at::Tensor& param) {
@@ -23,8 +24,8 @@ at::Tensor flat_gradient(const at::Tensor& param) {
   return flat_view(in_order_of(param, dense.detach()));
 }
 
-// c10d's Reducer, which both DDPs run on, is the one that uses this class; hooks of users are
-// Python's, and ours have types of their own.
+// Only c10d's Reducer, which torch's DDP and ours use, uses this class; users' hooks have Python's
+// types, and ours have their own.
 bool is_hooked_by_ddp(torch::autograd::Node& accumulator) {
   for (const auto& hook : accumulator.post_hooks()) {
     if (dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get())) return true;
@@ -41,7 +42,7 @@ void check_not_under_ddp(const at::Tensor& param, int64_t index) {
       !accumulator || !is_hooked_by_ddp(*accumulator),
       "shardstep: expected a model without DistributedDataParallel in stage 2, which averages the "
       "gradients itself, got parameter ",
-      index, " of one that is under it; drop DistributedDataParallel, or use stage 1");
+      index, " of a model under it; remove DistributedDataParallel, or use stage 1");
 }
 
 struct GradientHooks {
@@ -79,34 +80,44 @@ bool GradientReducer::Bucket::has_trainable() const {
   return std::any_of(params.begin(), params.end(), [](const Watched& p) { return p.trainable; });
 }
 
-void GradientReducer::Bucket::give_back() {
-  if (sum_is_lent) reduction->release();
-  sum_is_lent = false;
-}
-
-void GradientReducer::Bucket::copy_and_give_back() {
+void GradientReducer::Bucket::keep_sum() {
   if (sum_is_lent) sum = sum.clone();
-  give_back();
+  sum_is_lent = false;
 }
 
 void GradientReducer::Bucket::forget() {
   sum.reset();
   squares.reset();
-  give_back();
+  sum_is_lent = false;
 }
 
-// What was lent must be given back before the next round.
+// The next round overwrites what was lent.
 void GradientReducer::Bucket::keep_what_is_wanted() {
   if (!sum.defined()) return;
   const auto wanted = [](const Watched& param) { return param.sum_is_wanted(); };
   if (std::none_of(params.begin(), params.end(), wanted)) return forget();
-  copy_and_give_back();
-  at::NoGradGuard no_grad;
+  keep_sum();
   for (auto& param : params) {
-    if (!param.own || wanted(param)) continue;
-    sum.narrow(0, param.own_offset, param.own->size()).zero_();
-    squares.reset();
+    if (!wanted(param)) zero(param);
   }
+}
+
+void GradientReducer::Bucket::zero(const Watched& param) {
+  if (!param.own || !sum.defined()) return;
+  at::NoGradGuard no_grad;
+  sum.narrow(0, param.own_offset, param.own->size()).zero_();
+  squares.reset();
+}
+
+// Whether there was anything to zero in a sum that has just come.
+bool GradientReducer::Bucket::zero_stale(const at::Tensor& sum) {
+  bool any = false;
+  for (auto& param : params) {
+    if (!std::exchange(param.stale, false)) continue;
+    any = true;
+    if (param.own) sum.narrow(0, param.own_offset, param.own->size()).zero_();
+  }
+  return any;
 }
 
 GradientReducer::GradientReducer(Exchange& exchange, int rank, int world_size,
@@ -147,7 +158,8 @@ void GradientReducer::add_bucket(std::vector<ReducedParam> params, ReductionOpti
     watched.reduced = std::move(param);
   }
   for (auto& param : bucket.params) watched_[param.reduced.index] = &param;
-  bucket.tensor = options.tensor;
+  bucket.gradient = bucket.params.front().reduced.param.options().requires_grad(false);
+  bucket.sum_dtype = options.tensor.dtype().toScalarType();
   bucket.reduction = exchange_.make_reduction(options);
   follow_params();
 }
@@ -174,7 +186,7 @@ void GradientReducer::set_stand_in(int64_t param, at::Tensor stand_in) {
 
 void GradientReducer::follow_params() {
   for (auto* param : watched_) {
-    if (!param) continue;  // its bucket is still to be added
+    if (!param) continue;  // its bucket has not been added yet
     param->trainable = param->reduced.param.requires_grad();
     if (param->trainable && !param->accumulator) watch(*param);
   }
@@ -182,7 +194,7 @@ void GradientReducer::follow_params() {
 
 void GradientReducer::watch(Watched& param) {
   param.accumulator = torch::autograd::impl::grad_accumulator(param.reduced.param);
-  // Buckets and their parameters stay where they are: references hold.
+  // Buckets and their parameters do not move, so references stay valid.
   auto before = std::make_unique<GradientHooks::Before>(*this, param);
   param.pre_hook = before.get();
   param.accumulator->add_pre_hook(std::move(before));
@@ -197,7 +209,7 @@ void GradientReducer::unwatch(Watched& param) {
                 [&](const auto& hook) { return hook.get() == param.pre_hook; });
 }
 
-// Autograd takes over a gradient where there is none, and would add to the stand-in.
+// Autograd stores a gradient where there is none, but would add to the stand-in.
 void GradientReducer::before_gradient(Watched& param) {
   const std::lock_guard lock(mutex_);
   auto& gradient = param.reduced.param.mutable_grad();
@@ -211,15 +223,16 @@ void GradientReducer::on_gradient(Watched& param) {
   const std::lock_guard lock(mutex_);
   param.arriving = false;
   auto& gradient = param.reduced.param.mutable_grad();
-  if (param.set_aside && !gradient.defined()) gradient = param.stand_in;  // nothing came
+  if (param.set_aside && !gradient.defined()) gradient = param.stand_in;  // no gradient arrived
   if (!sync_) return;
   auto& bucket = *param.bucket;
-  // A bucket that is on its way already belongs to a backward pass that threw.
+  // A bucket that is already under way belongs to a backward pass that threw.
   if (in_round_ && bucket.posted) post_missing();
   if (!in_round_) {
     begin_round();
-    // Inside the backward pass of another (reentrant checkpointing) the end of this one means
-    // nothing; the outer one ends the round if it has gradients of its own, else end_round() does.
+    has_contributed_ = true;
+    // Inside another backward pass (reentrant checkpointing), the end of this one means nothing;
+    // the outer one ends the round if it has gradients of its own, else end_round() does.
     torch::autograd::Engine::get_default_engine().queue_callback(
         [this, alive = std::weak_ptr<int>(alive_)] {
           if (alive.expired()) return;
@@ -229,6 +242,7 @@ void GradientReducer::on_gradient(Watched& param) {
   }
   if (param.ready) return;
   param.ready = true;
+  SHARDSTEP_FAILURE_POINT("gradient: arrived");
   if (--bucket.waiting_for == 0) post_ready(bucket);
   take_ready_sums();
 }
@@ -251,15 +265,18 @@ void GradientReducer::begin_round() {
     if (param->trainable) check_not_under_ddp(param->reduced.param, param->reduced.index);
   }
   before_round_();
-  take_sums();  // else a rank might wait for another to read what the one before it posted
+  // Else a rank might wait for another to read what the one before it posted. Of a bucket that was
+  // frozen since, a rank without a batch may have to post its part yet.
   for (auto& bucket : buckets_) {
-    bucket->keep_what_is_wanted();
+    if (bucket->has_trainable() && is_under_way(*bucket)) take_sum(*bucket);
+  }
+  forget_unwanted();
+  for (auto& bucket : buckets_) {
     bucket->posted = false;
     bucket->waiting_for = 0;
     for (auto& param : bucket->params) {
       param.ready = false;
       if (param.trainable) ++bucket->waiting_for;
-      if (!param.sum_is_wanted()) used_here_[param.reduced.index] = 0;
     }
   }
   in_round_ = true;
@@ -279,7 +296,73 @@ void GradientReducer::end_round() {
   if (in_round_) post_missing();
 }
 
-// The last layers' gradients come first.
+int64_t GradientReducer::forgotten_rounds() const {
+  const bool any_wanted = std::any_of(watched_.begin(), watched_.end(),
+                                      [](const Watched* param) { return param->sum_is_wanted(); });
+  return any_wanted ? forgotten_rounds_ : rounds_;
+}
+
+std::vector<GradientReducer::Posts> GradientReducer::posts() const {
+  const bool all_forgotten = forgotten_rounds() == rounds_;
+  std::vector<Posts> posts;
+  for (const auto& bucket : buckets_) {
+    posts.push_back(bucket->posts);
+    if (all_forgotten) posts.back().forgotten = bucket->posts.made;
+  }
+  return posts;
+}
+
+// All so far.
+void GradientReducer::forget_rounds() {
+  forgotten_rounds_ = rounds_;
+  for (auto& bucket : buckets_) bucket->posts.forgotten = bucket->posts.made;
+  forgot_some_ = has_contributed_ = false;
+}
+
+void GradientReducer::forget_unwanted() {
+  for (auto& bucket : buckets_) bucket->keep_what_is_wanted();
+  for (const auto* param : watched_) {
+    auto& used = used_here_[param->reduced.index];
+    if (!used || param->sum_is_wanted()) continue;
+    forgot_some_ = forgot_some_ || !settled_;
+    used = 0;
+  }
+  if (forgotten_rounds() == rounds_) forget_rounds();
+}
+
+void GradientReducer::post_until(Bucket& bucket, int64_t posts) {
+  while (bucket.posts.made < posts) {
+    if (is_under_way(bucket)) take_sum(bucket);
+    bucket.keep_sum();
+    post(bucket);
+  }
+}
+
+void GradientReducer::catch_up(int64_t rounds, int64_t forgotten_rounds,
+                               const std::vector<Posts>& posts) {
+  const std::lock_guard lock(mutex_);
+  const bool follows = this->forgotten_rounds() < forgotten_rounds;
+  if (follows) std::fill(used_here_.begin(), used_here_.end(), 0);
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    auto& bucket = *buckets_[b];
+    if (follows) {
+      post_until(bucket, posts[b].forgotten);
+      for (auto& param : bucket.params) {
+        // A post beyond those is the one of zeros that this rank has just made in its step().
+        bucket.posts.made > posts[b].forgotten ? bucket.zero(param) : zero(param);
+      }
+      bucket.posts.forgotten = posts[b].forgotten;
+    }
+    post_until(bucket, posts[b].made);
+  }
+  if (follows) forgotten_rounds_ = forgotten_rounds;
+  if (rounds_ == rounds) return;
+  rounds_ = rounds;
+  made_round_ = true;
+  settled_ = false;
+}
+
+// The gradients of the last layers come first.
 void GradientReducer::post_missing() {
   for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
     if (!(*bucket)->posted && (*bucket)->has_trainable()) post(**bucket);
@@ -297,6 +380,8 @@ void GradientReducer::post_ready(Bucket& bucket) {
 }
 
 void GradientReducer::post(Bucket& bucket) {
+  std::optional<PhaseTimer> timer;
+  if (times_) timer.emplace(*times_, StepPhase::kPost);
   at::NoGradGuard no_grad;
   Parts parts(world_size_);
   for (auto& param : bucket.params) {
@@ -304,23 +389,26 @@ void GradientReducer::post(Bucket& bucket) {
     auto& gradient = reduced.param.mutable_grad();
     at::Tensor flat;
     if (gradient.defined() && !gradient.is_same(param.stand_in)) {
-      const bool fits = reduced.param.scalar_type() == bucket.tensor.dtype() &&
-                        reduced.param.device() == bucket.tensor.device() &&
+      const bool fits = reduced.param.scalar_type() == bucket.gradient.dtype() &&
+                        reduced.param.device() == bucket.gradient.device() &&
                         reduced.param.numel() == reduced.numel();
       used_here_[reduced.index] |= fits ? kUsed : kUnfit;
-      if (fits) flat = flat_gradient(reduced.param).to(bucket.tensor.dtype());
+      if (fits) flat = flat_gradient(reduced.param).to(bucket.gradient.dtype());
     }
     for (const auto& slice : reduced.slices) {
       const auto& elements = slice.elements;
       if (elements.empty()) continue;
       parts[slice.rank].push_back(flat.defined() ? flat.narrow(0, elements.begin, elements.size())
-                                                 : at::zeros({elements.size()}, bucket.tensor));
+                                                 : at::zeros({elements.size()}, bucket.gradient));
     }
     if (param.trainable || gradient.defined()) gradient = param.stand_in;
     param.set_aside = false;
   }
+  SHARDSTEP_FAILURE_POINT("gradients: complete");
   bucket.reduction->post(std::move(parts), want_squares_);
+  SHARDSTEP_FAILURE_POINT("gradients: posted");
   bucket.posted = true;
+  ++bucket.posts.made;
   under_way_.push_back(&bucket);
 }
 
@@ -329,29 +417,30 @@ void GradientReducer::take_sums() {
 }
 
 void GradientReducer::take_sum(Bucket& bucket) {
+  std::optional<PhaseTimer> timer;
+  if (times_) timer.emplace(*times_, StepPhase::kReduce);
   at::NoGradGuard no_grad;
   std::erase(under_way_, &bucket);
   auto sum = bucket.reduction->finish();
-  bucket.sum_is_lent = true;
+  SHARDSTEP_FAILURE_POINT("gradients: summed");
+  const bool was_stale = bucket.zero_stale(sum);
   if (bucket.sum.defined()) {
     bucket.sum.add_(sum);
     bucket.squares.reset();
-    bucket.give_back();
   } else {
     bucket.sum = std::move(sum);
-    bucket.squares = bucket.reduction->squares();
+    bucket.sum_is_lent = true;
+    bucket.squares = was_stale ? std::nullopt : bucket.reduction->squares();
   }
+}
+
+int64_t GradientReducer::first_unfit(const std::vector<uint8_t>& used) {
+  const auto found = std::find_if(used.begin(), used.end(), [](uint8_t f) { return f & kUnfit; });
+  return found == used.end() ? -1 : found - used.begin();
 }
 
 void GradientReducer::settle(std::vector<uint8_t> used) {
   const std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < used.size(); ++i) {
-    TORCH_CHECK_VALUE(!(used[i] & kUnfit), "shardstep: expected the gradient of parameter ", i,
-                      " to have the dtype, device and size of the parameter that the optimizer was "
-                      "given, got another in a backward pass; make a new optimizer after changing "
-                      "the model",
-                      detail::who(rank_, world_size_));
-  }
   take_sums();
   used_ = std::move(used);
   for (auto* param : watched_) {
@@ -359,6 +448,7 @@ void GradientReducer::settle(std::vector<uint8_t> used) {
     if (!used_[param->reduced.index] && gradient.is_same(param->stand_in)) gradient.reset();
   }
   settled_ = true;
+  forgot_some_ = has_contributed_ = false;
 }
 
 bool GradientReducer::has_gradient(int64_t param) const {
@@ -386,13 +476,21 @@ int64_t GradientReducer::replaced() const {
   return -1;
 }
 
+int64_t GradientReducer::sum_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& bucket : buckets_) {
+    if (bucket->sum.defined()) bytes += static_cast<int64_t>(bucket->sum.nbytes());
+  }
+  return bytes;
+}
+
 std::optional<double> GradientReducer::squares() const {
   double total = 0;
   for (const auto& bucket : buckets_) {
     if (!bucket->sum.defined()) continue;
     if (!bucket->squares) return std::nullopt;
     total += *bucket->squares;
-    for (const auto& param : bucket->params) {  // a sum that nobody wants counts there too
+    for (const auto& param : bucket->params) {  // the squares include sums that are not needed
       if (used_[param.reduced.index] && !param.sum_is_wanted()) return std::nullopt;
     }
   }
@@ -401,28 +499,40 @@ std::optional<double> GradientReducer::squares() const {
 
 void GradientReducer::show_stand_ins() {
   const std::lock_guard lock(mutex_);
+  forget_unwanted();  // a stand-in says that the sum is wanted
   for (auto* param : watched_) {
     auto& gradient = param->reduced.param.mutable_grad();
-    if (param->trainable && !gradient.defined()) gradient = param->stand_in;
+    const bool is_trainable = param->reduced.param.requires_grad();
+    if (is_trainable && !gradient.defined()) gradient = param->stand_in;
   }
 }
 
-void GradientReducer::give_back_sums() {
+void GradientReducer::keep_sums() {
   const std::lock_guard lock(mutex_);
   take_sums();
-  for (auto& bucket : buckets_) bucket->copy_and_give_back();
+  for (auto& bucket : buckets_) bucket->keep_sum();
+}
+
+bool GradientReducer::is_under_way(const Bucket& bucket) const {
+  return std::find(under_way_.begin(), under_way_.end(), &bucket) != under_way_.end();
+}
+
+void GradientReducer::zero(Watched& param) {
+  param.stale = is_under_way(*param.bucket);
+  param.bucket->zero(param);
 }
 
 void GradientReducer::zero(int64_t param) {
   const std::lock_guard lock(mutex_);
-  at::NoGradGuard no_grad;
   if (in_round_) post_missing();
-  take_sums();
-  auto& watched = *watched_[param];
-  auto& bucket = *watched.bucket;
-  if (!watched.own || !bucket.sum.defined()) return;
-  bucket.sum.narrow(0, watched.own_offset, watched.own->size()).zero_();
-  bucket.squares.reset();
+  zero(*watched_[param]);
+}
+
+void GradientReducer::zero_all() {
+  const std::lock_guard lock(mutex_);
+  if (in_round_) post_missing();
+  for (auto* param : watched_) zero(*param);
+  forget_rounds();
 }
 
 void GradientReducer::next_step() { made_round_ = false; }
@@ -430,14 +540,15 @@ void GradientReducer::next_step() { made_round_ = false; }
 void GradientReducer::reset() {
   const std::lock_guard lock(mutex_);
   if (in_round_) post_missing();
-  take_sums();
-  for (auto& bucket : buckets_) bucket->forget();
   for (auto* param : watched_) {
     auto& gradient = param->reduced.param.mutable_grad();
     if (param->sum_is_wanted()) gradient.reset();
     param->set_aside = param->arriving = false;
   }
+  for (auto& bucket : buckets_) bucket->forget();
+  for (auto* param : watched_) zero(*param);  // what is on its way
   std::fill(used_here_.begin(), used_here_.end(), 0);
+  forget_rounds();
   made_round_ = false;
   settled_ = false;
 }

@@ -1,12 +1,12 @@
 #pragma once
 
-// Stage 2: gradients are added up over the ranks while the backward pass goes on. As soon as the
-// gradients of a bucket are there, each owner gets its part of their sum; they are freed, and a
-// stand-in without memory takes their place in `.grad`. Who replaces or removes the stand-in says
-// what becomes of the sum: it lives as long as the stand-in, or what backward put in its place.
-// Knows nothing of optimizers.
-// A round is one backward pass with synchronization; every rank makes equally many between two
-// steps. Thread safety: backward passes and calls from one thread at a time.
+// Stage 2: sums gradients over the ranks during the backward pass. As soon as the gradients of a
+// bucket are ready, each owner gets its part of their sum; they are freed, and a stand-in without
+// memory takes their place in `.grad`. The sum is kept as long as `.grad` is the stand-in, or what
+// backward put in its place. Knows nothing about optimizers.
+// A round is one backward pass with synchronization. A rank that made fewer rounds than others
+// catches up, with zeros, before anybody looks at the sums.
+// Thread safety: backward passes and calls from one thread at a time.
 
 #include <ATen/ATen.h>
 
@@ -19,7 +19,9 @@
 
 #include "comm/exchange.h"
 #include "shard/partition.h"
+#include "shard/phase_times.h"
 #include "shardstep/export.h"
+#include "torch_versions.h"
 
 namespace torch::autograd {
 struct Node;
@@ -45,14 +47,20 @@ SHARDSTEP_API void check_not_under_ddp(const at::Tensor& param, int64_t index);
 
 class SHARDSTEP_API GradientReducer {
  public:
-  // `before_round` is called when the first gradient of a round has come. REQUIRES: more than one
+  // `before_round` is called when the first gradient of a round is ready. REQUIRES: more than one
   // rank; `exchange` outlives the reducer.
   GradientReducer(Exchange& exchange, int rank, int world_size, std::function<void()> before_round);
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
 
-  // Watches the gradients of a bucket's parameters from here on. Collective.
+  // Counts posts and sums from here on. REQUIRES: it outlives the reducer.
+  void set_phase_times(PhaseTimes* times) { times_ = times; }
+  // Bytes of the sums that are kept at the moment.
+  int64_t sum_bytes() const;
+
+  // Watches the gradients of a bucket's parameters from here on. They are posted in the parameters'
+  // dtype, and summed in that of the options. REQUIRES: parameters of one dtype. Collective.
   void add_bucket(std::vector<ReducedParam> params, ReductionOptions options);
 
   // Forgets the buckets from number `first` on. REQUIRES: no rounds since they were added.
@@ -61,11 +69,11 @@ class SHARDSTEP_API GradientReducer {
   // What `.grad` shows while the gradient is divided among the ranks.
   void set_stand_in(int64_t param, at::Tensor stand_in);
 
-  // Parameters that were unfrozen get watched, frozen ones are not waited for. Collective: call it
-  // between backward passes.
+  // Watches parameters that were unfrozen, and stops waiting for frozen ones. Call it between
+  // backward passes. Collective.
   void follow_params();
 
-  // While off, gradients add up in the parameters' `.grad`; the next round takes them along.
+  // If false, gradients accumulate in the parameters' `.grad`, and the next round includes them.
   void set_sync(bool sync) { sync_ = sync; }
   bool sync() const { return sync_; }
 
@@ -73,47 +81,69 @@ class SHARDSTEP_API GradientReducer {
   bool made_round() const { return made_round_; }
   // How many rounds there were, ever.
   int64_t rounds() const { return rounds_; }
-  // A round to which this rank adds what is in `.grad`, if anything. Collective.
+  // How many of them are forgotten for all parameters: what came before the last zero_grad().
+  int64_t forgotten_rounds() const;
+  // By bucket: how often this rank has posted it, and how many of these are forgotten. Frozen
+  // buckets and those that are yet to be added take no part in a round.
+  struct Posts {
+    int64_t made = 0;
+    int64_t forgotten = 0;
+  };
+  std::vector<Posts> posts() const;
+  // Whether a round since settle() is forgotten for some parameters only.
+  bool forgot_some() const { return forgot_some_; }
+  // Whether this rank has added gradients since settle() that it has not forgotten.
+  bool has_contributed() const { return has_contributed_; }
+  // A round to which this rank contributes what is in `.grad`, if anything. Collective.
   void make_round();
-  // What is lacking of a round goes out as zeros.
+  // Sends zeros for what is missing from a round.
   void end_round();
+  // Posts zeros until there were as many rounds and posts of each bucket, and forgets the first
+  // ones. REQUIRES: !has_contributed() if there are more to forget than forgotten_rounds().
+  // Collective.
+  void catch_up(int64_t rounds, int64_t forgotten_rounds, const std::vector<Posts>& posts);
 
-  // By parameter: what is to be said of this rank's gradients of it.
+  // By parameter: flags that describe this rank's gradients of it.
   const std::vector<uint8_t>& used_here() const { return used_here_; }
-  // Takes the sums. `used` is what all ranks said together; `.grad` of a parameter that nobody used
-  // is undefined again. Throws if a gradient did not fit its parameter, on every rank. Collective.
+  // A parameter that a gradient did not fit, by the flags of all ranks; -1 if there is none.
+  static int64_t first_unfit(const std::vector<uint8_t>& used);
+  // Takes the sums. `used` combines the flags of all ranks; `.grad` of a parameter that no rank
+  // used becomes undefined again. REQUIRES: all gradients fit. Collective.
   void settle(std::vector<uint8_t> used);
   // Whether it has been called since the last round.
   bool settled() const { return settled_; }
 
   const ReducedParam& reduced(int64_t param) const { return watched_[param]->reduced; }
-  // Whether there is a gradient, on whichever rank. REQUIRES: settled().
+  at::ScalarType sum_dtype(int64_t param) const { return watched_[param]->bucket->sum_dtype; }
+  // Whether any rank has a gradient. REQUIRES: settled().
   bool has_gradient(int64_t param) const;
-  // Whether any parameter's sum is still wanted.
+  // Whether any parameter's sum is still needed.
   bool has_sums() const;
   // The average over the ranks of what this rank owns of a parameter, in memory order; undefined if
   // there is no gradient or this rank owns nothing of it. REQUIRES: settled().
   at::Tensor own(int64_t param) const;
-  // A trainable parameter whose `.grad` somebody has replaced since the round; -1 if there is none.
+  // A trainable parameter whose `.grad` was replaced since the round; -1 if there is none.
   int64_t replaced() const;
 
-  // From the next round on, squares are added up with the gradients.
+  // From the next round on, also sums squares.
   void want_squares() { want_squares_ = true; }
-  // The squares of all sums of this rank, added up; nothing if that takes another pass over them.
-  // REQUIRES: settled(), and sums that nobody has changed since.
+  // The sum of the squares of all sums of this rank; unset if that would take another pass.
+  // REQUIRES: settled(), and sums that have not changed since.
   std::optional<double> squares() const;
 
-  // Stand-ins for all gradients of a rank that has made no round, so that code that looks for
+  // Sets stand-ins for all gradients of a rank that has made no round, so that code that looks for
   // gradients finds them.
   void show_stand_ins();
-  // Keeps copies of sums whose memory the others need for their next round.
-  void give_back_sums();
-  // The gradient stays, and is zero.
+  // Copies the sums whose memory the other ranks need for their next round.
+  void keep_sums();
+  // The gradient stays, and is zero. Waits for nobody.
   void zero(int64_t param);
-  // The sums live on; the next step wants a round of its own.
+  void zero_all();
+  // Keeps the sums; the next step needs a round of its own.
   void next_step();
-  // Forgets what was added up. A backward pass that threw half way is made up for with zeros, so
-  // that the other ranks find what they wait for.
+  // Forgets the sums. Completes the round of a backward pass that threw with zeros, so that the
+  // other ranks get what they wait for. Waits for nobody: another rank may have had no batch, or
+  // have thrown before its first gradient.
   void reset();
 
  private:
@@ -126,11 +156,12 @@ class SHARDSTEP_API GradientReducer {
     at::Tensor stand_in;
     bool trainable = false;
     bool ready = false;  // in this round
-    // The backward pass has taken the stand-in away to put a gradient there; the sum is still
-    // wanted as long as that gradient is.
+    // The backward pass has removed the stand-in to put a gradient there; the sum is needed as long
+    // as that gradient exists.
     bool set_aside = false;
     bool arriving = false;  // the gradient
-    c10::intrusive_ptr<torch::autograd::Node> accumulator;
+    bool stale = false;     // what is on its way is forgotten already
+    detail::GradAccumulatorPtr accumulator;
     uintptr_t hook = 0;
     const void* pre_hook = nullptr;
 
@@ -139,18 +170,21 @@ class SHARDSTEP_API GradientReducer {
   struct Bucket {
     std::vector<Watched> params;
     std::unique_ptr<Reduction> reduction;
-    at::TensorOptions tensor;  // dtype and device of what is added up
-    size_t waiting_for = 0;    // parameters whose gradients this round lacks
-    bool posted = false;       // in this round
+    at::TensorOptions gradient;  // dtype and device of what is posted
+    at::ScalarType sum_dtype = at::kFloat;
+    size_t waiting_for = 0;  // parameters whose gradients are missing in this round
+    bool posted = false;     // in this round
+    Posts posts;
     at::Tensor sum;
     bool sum_is_lent = false;       // by the reduction
     std::optional<double> squares;  // of the sum
 
     bool has_trainable() const;
-    void give_back();
-    void copy_and_give_back();
+    void keep_sum();
     void forget();
     void keep_what_is_wanted();
+    void zero(const Watched& param);
+    bool zero_stale(const at::Tensor& sum);
   };
   friend struct GradientHooks;
 
@@ -165,13 +199,19 @@ class SHARDSTEP_API GradientReducer {
   void take_ready_sums();
   void take_sums();
   void take_sum(Bucket& bucket);
+  bool is_under_way(const Bucket& bucket) const;
+  void zero(Watched& param);
+  void forget_unwanted();
+  void forget_rounds();
+  void post_until(Bucket& bucket, int64_t posts);
 
-  std::mutex mutex_;  // gradients on several devices come from several threads
+  std::mutex mutex_;  // several devices have several threads for gradients
   std::shared_ptr<int> alive_ = std::make_shared<int>();
   Exchange& exchange_;
   int rank_;
   int world_size_;
   std::function<void()> before_round_;
+  PhaseTimes* times_ = nullptr;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::vector<Watched*> watched_;  // by parameter
   std::deque<Bucket*> under_way_;
@@ -180,7 +220,10 @@ class SHARDSTEP_API GradientReducer {
   bool in_round_ = false;
   bool made_round_ = false;
   bool settled_ = false;
+  bool forgot_some_ = false;
+  bool has_contributed_ = false;
   int64_t rounds_ = 0;
+  int64_t forgotten_rounds_ = 0;
   std::vector<uint8_t> used_here_;  // by parameter
   std::vector<uint8_t> used_;       // on any rank
 };

@@ -10,7 +10,7 @@
 namespace shardstep::detail {
 namespace {
 
-// Where a status or summary is no hash, whose lowest bit is 0.
+// Values of a status or summary that are not hashes, whose lowest bit is 0.
 constexpr int64_t kChanged = 1;
 constexpr int64_t kFailed = 3;
 
@@ -30,16 +30,10 @@ class Hash {
 
 // Every rank's numbers, by rank.
 std::vector<std::vector<int64_t>> all_gather_numbers(Exchange& exchange,
-                                                     const ProcessGroupPtr& group,
                                                      const std::vector<int64_t>& own) {
-  const auto mine = at::tensor(own, at::kLong).to(control_device(group));
-  Parts parts(group->getSize());
-  for (auto& part : parts) part = {at::empty_like(mine)};
-  parts[group->getRank()] = {mine};
-  exchange.all_gather(parts, ControlMessage::kParamStatus)->wait();
   std::vector<std::vector<int64_t>> numbers;
-  for (const auto& part : parts) {
-    const auto theirs = part[0].cpu();
+  for (const auto& theirs :
+       all_gather(exchange, at::tensor(own, at::kLong), ControlMessage::kParamStatus)) {
     const auto* data = theirs.const_data_ptr<int64_t>();
     numbers.emplace_back(data, data + own.size());
   }
@@ -48,18 +42,21 @@ std::vector<std::vector<int64_t>> all_gather_numbers(Exchange& exchange,
 
 }  // namespace
 
+std::string param_label(size_t index, const std::string& name) {
+  return name.empty() ? std::to_string(index) : c10::str(index, " (", name, ")");
+}
+
 std::string describe_param(const at::Tensor& param) {
   return c10::str(c10::toString(param.scalar_type()), " ", param.sizes(), " strides ",
                   param.strides(), " on ", param.device().type(),
                   param.requires_grad() ? "" : ", frozen");
 }
 
-ParamAgreement::ParamAgreement(ProcessGroupPtr group, FixedLayout fixed)
-    : group_(std::move(group)), fixed_(fixed) {}
+ParamAgreement::ParamAgreement(ProcessGroupPtr group) : group_(std::move(group)) {}
 
-void ParamAgreement::add(const at::Tensor& param) {
+void ParamAgreement::add(const at::Tensor& param, const std::string& name, FixedLayout fixed) {
   added_.push_back({param.scalar_type(), param.device(), param.sizes().vec(), param.strides().vec(),
-                    describe_param(param)});
+                    describe_param(param), name, fixed});
 }
 
 void ParamAgreement::forget_from(size_t count) {
@@ -69,12 +66,13 @@ void ParamAgreement::forget_from(size_t count) {
 bool ParamAgreement::has_changed(size_t index, const at::Tensor& param) const {
   const auto& added = added_[index];
   if (!is_dense(param) || param.numel() != c10::multiply_integers(added.sizes)) return true;
-  if (fixed_.dtype_and_shape && (param.scalar_type() != added.dtype ||
-                                 param.device() != added.device || param.sizes() != added.sizes)) {
+  if (added.fixed.dtype_and_shape &&
+      (param.scalar_type() != added.dtype || param.device() != added.device ||
+       param.sizes() != added.sizes)) {
     return true;
   }
-  if (!fixed_.memory_order) return false;
-  // Strides of axes with one element do not order anything.
+  if (!added.fixed.memory_order) return false;
+  // Strides of axes with one element do not matter.
   for (int64_t axis = 0; axis < param.dim(); ++axis) {
     if (param.size(axis) > 1 && param.stride(axis) != added.strides[axis]) return true;
   }
@@ -91,7 +89,7 @@ int64_t ParamAgreement::status_of(size_t index, const at::Tensor& param) const {
     hash.add(param.size(axis) > 1 ? param.stride(axis) : 0);
   }
   hash.add(param.requires_grad());
-  // A frozen parameter that still has a gradient is updated, as by any optimizer.
+  // A frozen parameter that still has a gradient is updated, as in any optimizer.
   hash.add(!param.requires_grad() && param.grad().defined());
   return hash.value();
 }
@@ -112,40 +110,40 @@ int64_t ParamAgreement::summary(const std::vector<at::Tensor>& params) const {
   return hash.value();
 }
 
-void ParamAgreement::check(Exchange& exchange, const std::vector<at::Tensor>& params,
+void ParamAgreement::check(Exchange& control, const std::vector<at::Tensor>& params,
                            const std::vector<int64_t>& summaries) {
   if (std::find(summaries.begin(), summaries.end(), kFailed) != summaries.end()) {
-    tell_every_rank(group_, std::exchange(failure_, nullptr));
+    tell_every_rank(control.process_group(), std::exchange(failure_, nullptr));
   }
   for (int64_t summary : summaries) {
-    if (summary == kChanged || summary != summaries[0]) refuse(exchange, params);
+    if (summary == kChanged || summary != summaries[0]) refuse(control, params);
   }
 }
 
-void ParamAgreement::compare(Exchange& exchange, const std::vector<at::Tensor>& params) {
+void ParamAgreement::compare(Exchange& control, const std::vector<at::Tensor>& params) {
   std::vector<int64_t> summaries;
-  for (const auto& theirs : all_gather_numbers(exchange, group_, {summary(params)})) {
+  for (const auto& theirs : all_gather_numbers(control, {summary(params)})) {
     summaries.push_back(theirs[0]);
   }
-  check(exchange, params, summaries);
+  check(control, params, summaries);
 }
 
-void ParamAgreement::refuse(Exchange& exchange, const std::vector<at::Tensor>& params) const {
+void ParamAgreement::refuse(Exchange& control, const std::vector<at::Tensor>& params) const {
   const auto statuses = statuses_of(params);
-  const auto all = all_gather_numbers(exchange, group_, statuses);
+  const auto all = all_gather_numbers(control, statuses);
   for (size_t i = 0; i < params.size(); ++i) {
     for (size_t rank = 0; rank < all.size(); ++rank) {
       const int64_t theirs = all[rank][i];
       if (theirs == statuses[i] && theirs != kChanged) continue;
       if (statuses[i] == kChanged) refuse_changed(i, params[i]);
-      TORCH_CHECK_VALUE(theirs != kChanged, "shardstep: expected parameter ", i, " to stay ",
+      TORCH_CHECK_VALUE(theirs != kChanged, "shardstep: expected parameter ", label(i), " to stay ",
                         added_[i].description, ", got a change on rank ", rank,
-                        "; make a new optimizer after changing the model", who(group_));
+                        "; create a new optimizer after changing the model", who(group_));
       const bool has_gradient = !params[i].requires_grad() && params[i].grad().defined();
-      TORCH_CHECK_VALUE(false, "shardstep: expected parameter ", i,
+      TORCH_CHECK_VALUE(false, "shardstep: expected parameter ", label(i),
                         " to be the same on every rank, got ", describe_param(params[i]),
                         has_gradient ? " with a gradient" : "", " here and something else on rank ",
-                        rank, "; change, freeze and unfreeze parameters on all ranks alike",
+                        rank, "; change, freeze and unfreeze the same parameters on all ranks",
                         who(group_));
     }
   }
@@ -153,9 +151,9 @@ void ParamAgreement::refuse(Exchange& exchange, const std::vector<at::Tensor>& p
 }
 
 void ParamAgreement::refuse_changed(size_t index, const at::Tensor& param) const {
-  TORCH_CHECK_VALUE(false, "shardstep: expected parameter ", index, " to stay ",
+  TORCH_CHECK_VALUE(false, "shardstep: expected parameter ", label(index), " to stay ",
                     added_[index].description, ", got ", describe_param(param),
-                    "; make a new optimizer after changing the model", who(group_));
+                    "; create a new optimizer after changing the model", who(group_));
 }
 
 void ParamAgreement::check_here(const std::vector<at::Tensor>& params) const {

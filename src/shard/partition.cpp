@@ -8,8 +8,8 @@
 namespace shardstep {
 namespace {
 
-// Parameters start, and are cut, at cache lines of their own. ATen's kernels round the elements
-// that do not fill a vector differently, so a cut anywhere else would change an update's last bit.
+// Parameters start, and are cut, at cache lines. ATen's kernels round the elements that do not fill
+// a vector differently, so a cut anywhere else would change an update's last bit.
 constexpr int64_t kLineBytes = 64;
 
 int64_t round_up(int64_t value, int64_t multiple) {
@@ -31,18 +31,18 @@ Partition::Partition(Sharding sharding, int world_size, int64_t bucket_cap_bytes
   owned_.resize(world_size);
 }
 
-// Largest first, each to the rank that has the fewest elements of its pool so far.
+// Dearest first, each to the rank that has the least of its pool so far.
 std::vector<int> Partition::assign_owners(const std::vector<ParamSpec>& group) {
   std::vector<size_t> order(group.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return group[a].numel > group[b].numel; });
+                   [&](size_t a, size_t b) { return group[a].weight() > group[b].weight(); });
   std::vector<int> owners(group.size());
   for (size_t i : order) {
     auto& assigned = assigned_[group[i].pool];
     assigned.resize(world_size_);
     auto least = std::min_element(assigned.begin(), assigned.end());
-    *least += group[i].numel;
+    *least += group[i].weight();
     owners[i] = static_cast<int>(least - assigned.begin());
   }
   return owners;
@@ -52,10 +52,12 @@ void Partition::add_groups(const std::vector<std::vector<ParamSpec>>& groups) {
   std::map<int64_t, std::vector<Member>> by_kind;
   int64_t param = param_count();
   for (const auto& group : groups) {
-    const auto owners = sharding_ == Sharding::kParameter ? assign_owners(group)
-                                                          : std::vector<int>(group.size(), 0);
+    const auto sharding = group.empty() ? sharding_ : group.front().sharding.value_or(sharding_);
+    const auto owners =
+        sharding == Sharding::kParameter ? assign_owners(group) : std::vector<int>(group.size(), 0);
     for (size_t i = 0; i < group.size(); ++i) {
-      by_kind[group[i].kind].push_back({param++, group_count_, group[i], owners[i]});
+      by_kind[group[i].kind].push_back({param++, group_count_, group[i], owners[i], sharding});
+      shardings_.push_back(sharding);
     }
     ++group_count_;
   }
@@ -81,11 +83,12 @@ void Partition::add_groups(const std::vector<std::vector<ParamSpec>>& groups) {
 
 void Partition::add_bucket(const std::vector<Member>& members) {
   std::vector<Member> laid_out = members;
-  const int64_t line = sharding_ == Sharding::kElement
+  const auto sharding = members.front().sharding;
+  const int64_t line = sharding == Sharding::kElement
                            ? std::max<int64_t>(1, kLineBytes / members.front().spec.element_size)
                            : 1;
   BucketLayout layout{.kind = members.front().spec.kind, .slots = {}, .shards = {}};
-  if (sharding_ == Sharding::kParameter) {
+  if (sharding == Sharding::kParameter) {
     std::stable_sort(laid_out.begin(), laid_out.end(),
                      [](const Member& a, const Member& b) { return a.owner < b.owner; });
   }
@@ -101,14 +104,15 @@ void Partition::add_bucket(const std::vector<Member>& members) {
   int64_t begin = 0;
   for (int rank = 0; rank < world_size_; ++rank) {
     const int64_t stop =
-        sharding_ == Sharding::kElement ? begin + share : std::max(begin, owned_end[rank]);
+        sharding == Sharding::kElement ? begin + share : std::max(begin, owned_end[rank]);
     layout.shards.push_back({begin, stop});
     begin = stop;
   }
 
   const size_t bucket = buckets_.size();
   for (size_t i = 0; i < laid_out.size(); ++i) {
-    const auto& [param, group, spec, owner] = laid_out[i];
+    const int64_t param = laid_out[i].param;
+    const size_t group = laid_out[i].group;
     const Range slot = layout.slots[i].range;
     auto own = [&](int rank, Range in_bucket) {
       Slice slice{param,
@@ -119,10 +123,10 @@ void Partition::add_bucket(const std::vector<Member>& members) {
       owned_[rank][group].push_back(slice);
       slices_[param].push_back(slice);
     };
-    if (sharding_ == Sharding::kParameter) {
-      own(owner, slot);
+    if (sharding == Sharding::kParameter) {
+      own(laid_out[i].owner, slot);
     } else if (slot.empty()) {
-      // Nothing to update, but its state (a step counter) needs a home.
+      // Nothing to update, but its state (a step counter) needs an owner.
       own(share == 0 ? 0 : static_cast<int>(std::min<int64_t>(slot.begin / share, world_size_ - 1)),
           slot);
     } else {

@@ -1,12 +1,14 @@
 #pragma once
 
-// Who owns which elements of which parameter: sizes in, ranges out. Pure arithmetic, so every rank
-// computes the whole partition by itself. Adding groups never changes what was assigned before.
+// Which rank owns which elements of which parameter: sizes in, ranges out. Pure arithmetic, so
+// every rank computes the whole partition by itself. Adding groups never changes earlier
+// assignments.
 // Thread safety: none needed; a Partition changes only in add_groups.
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "shardstep/export.h"
@@ -15,16 +17,22 @@
 
 namespace shardstep {
 
-// What the partition must know of a parameter. Only parameters of one kind share a bucket.
+// What the partition must know about a parameter. Only parameters of one kind share a bucket.
 struct ParamSpec {
   int64_t numel = 0;
   int64_t element_size = 1;
   int64_t kind = 0;
-  // By parameter: every rank gets as even a share as can be of the elements of each pool.
+  // By parameter: each pool's cost is divided among the ranks as evenly as possible.
   int64_t pool = 0;
+  // The number of elements if unset.
+  std::optional<double> cost = std::nullopt;
+  // The partition's own if unset. The same for all parameters of a group and of a kind.
+  std::optional<Sharding> sharding = std::nullopt;
+
+  double weight() const { return cost.value_or(static_cast<double>(numel)); }
 };
 
-// A parameter's place in a bucket.
+// A parameter's position in a bucket.
 struct Slot {
   int64_t param = 0;  // index across groups
   Range range;        // elements of the bucket
@@ -52,15 +60,18 @@ struct Slice {
 
 class SHARDSTEP_API Partition {
  public:
-  // A bucket holds whole parameters, as many as fit into bucket_cap_bytes (0: no limit) but at
-  // least one. REQUIRES: world_size > 0.
+  // `sharding` is for parameters that say nothing else. A bucket holds whole parameters, as many as
+  // fit into bucket_cap_bytes (0: no limit) but at least one. REQUIRES: world_size > 0.
   Partition(Sharding sharding, int world_size, int64_t bucket_cap_bytes = 0);
 
-  // Assigns the parameters of these groups, on top of what each rank has. Parameters count on from
-  // the ones added before; parameters of one kind may share a bucket across the groups of one call.
+  // Assigns the parameters of these groups, given what each rank already has. Indices continue from
+  // the parameters added before; parameters of one kind may share a bucket across the groups of one
+  // call.
   void add_groups(const std::vector<std::vector<ParamSpec>>& groups);
 
-  Sharding sharding() const { return sharding_; }
+  // How a parameter is divided.
+  Sharding sharding(int64_t param) const { return shardings_[param]; }
+  Sharding sharding() const { return sharding_; }  // by default
   int world_size() const { return world_size_; }
   size_t group_count() const { return group_count_; }
   int64_t param_count() const { return static_cast<int64_t>(slices_.size()); }
@@ -81,6 +92,7 @@ class SHARDSTEP_API Partition {
     size_t group;
     ParamSpec spec;
     int owner;  // by parameter only
+    Sharding sharding;
   };
   std::vector<int> assign_owners(const std::vector<ParamSpec>& group);
   void add_bucket(const std::vector<Member>& members);
@@ -89,10 +101,11 @@ class SHARDSTEP_API Partition {
   int world_size_;
   int64_t bucket_cap_bytes_;
   size_t group_count_ = 0;
-  std::map<int64_t, std::vector<int64_t>> assigned_;  // [pool][rank]: elements, by parameter
+  std::map<int64_t, std::vector<double>> assigned_;  // [pool][rank]: cost, by parameter
   std::vector<BucketLayout> buckets_;
   std::vector<std::vector<std::vector<Slice>>> owned_;  // [rank][group]
   std::vector<std::vector<Slice>> slices_;              // [param]
+  std::vector<Sharding> shardings_;                     // [param]
 };
 
 }  // namespace shardstep

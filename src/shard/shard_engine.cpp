@@ -1,22 +1,25 @@
 #include "shard/shard_engine.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "comm/agreement.h"
 #include "comm/make_exchange.h"
+#include "comm/pending_works.h"
+#include "failure_points.h"
 #include "launch/who.h"
 
 namespace shardstep {
 namespace {
 
-void check_param(const at::Tensor& param, size_t index) {
-  TORCH_CHECK_VALUE(param.defined(), "shardstep: expected parameter ", index,
+void check_param(const at::Tensor& param, const std::string& label) {
+  TORCH_CHECK_VALUE(param.defined(), "shardstep: expected parameter ", label,
                     " to be a tensor, got an undefined one");
-  TORCH_CHECK_VALUE(param.layout() == at::kStrided, "shardstep: expected parameter ", index,
+  TORCH_CHECK_VALUE(param.layout() == at::kStrided, "shardstep: expected parameter ", label,
                     " to be dense, got layout ", param.layout());
-  TORCH_CHECK_VALUE(is_dense(param), "shardstep: expected parameter ", index,
-                    " to lie in memory without gaps or overlap, got sizes ", param.sizes(),
+  TORCH_CHECK_VALUE(is_dense(param), "shardstep: expected parameter ", label,
+                    " to fill memory without gaps or overlap, got sizes ", param.sizes(),
                     " and strides ", param.strides());
 }
 
@@ -55,12 +58,49 @@ void check_one_dtype(const std::vector<at::Tensor>& params) {
   }
 }
 
-// By parameter, in place, the plain optimizer would follow whatever becomes of a parameter.
-detail::FixedLayout fixed_layout(const EngineOptions& options) {
-  const bool by_element = options.sharding == Sharding::kElement;
-  return {
-      .dtype_and_shape = by_element || options.stage2 || options.storage == BucketStorage::kFlat,
-      .memory_order = by_element};
+// One exchange moves all parameters, and the local optimizer's kernels run where they are.
+void check_devices(const std::vector<at::Tensor>& params, const ProcessGroupPtr& group) {
+  const auto type = params.front().device().type();
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK_VALUE(params[i].device().type() == type,
+                      "shardstep: expected parameters on devices of one type, got parameter 0 on ",
+                      params.front().device(), " and parameter ", i, " on ", params[i].device(),
+                      "; move the model to one type of device, or use an optimizer for each type");
+  }
+  if (group->getSize() == 1) return;
+  const auto types = group->getDeviceTypes();
+  std::string known;
+  for (const auto& device : types) known += (known.empty() ? "" : ", ") + c10::str(device.type());
+  TORCH_CHECK_VALUE(
+      std::any_of(types.begin(), types.end(),
+                  [&](const at::Device& device) { return device.type() == type; }),
+      "shardstep: expected a process group with a backend for the parameters' device, ", type,
+      ", got one for ", known);
+}
+
+at::Device first_device(const std::vector<EngineGroup>& groups) {
+  for (const auto& group : groups) {
+    if (!group.params.empty()) return group.params.front().device();
+  }
+  return at::kCPU;
+}
+
+// What ranks compare of a cost, in words. Throws ValueError for one that cannot be divided.
+std::string describe_cost(std::optional<double> cost, size_t param, const ProcessGroupPtr& group) {
+  if (!cost) return "";
+  TORCH_CHECK_VALUE(std::isfinite(*cost) && *cost >= 0,
+                    "shardstep: expected the cost of parameter ", param,
+                    " to be a finite number of 0 or more, got ", *cost, detail::who(group));
+  return c10::str(", cost ", *cost);
+}
+
+// By parameter, in place and without masters, any change of a parameter can be followed, as the
+// plain optimizer would.
+detail::FixedLayout fixed_layout(const EngineOptions& options, Sharding sharding) {
+  const bool by_element = sharding == Sharding::kElement;
+  return {.dtype_and_shape = by_element || options.stage2 || options.master_dtype ||
+                             options.storage == BucketStorage::kFlat,
+          .memory_order = by_element || options.master_dtype};
 }
 
 }  // namespace
@@ -69,14 +109,16 @@ ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
     : group_(std::move(group)),
       options_(options),
       partition_(options.sharding, group_->getSize(), detail::bucket_cap_bytes(options)),
-      agreement_(group_, fixed_layout(options)) {
+      agreement_(group_),
+      outcome_(group_) {
   detail::check_options(options_, group_);
   if (share_parameters()) options_.storage = BucketStorage::kFlat;
 }
 
-int64_t ShardEngine::kind_of(const at::Tensor& param) {
-  // Frozen parameters keep to themselves, so that the trainable ones are cut evenly.
-  const auto key = c10::str(param.scalar_type(), param.device(), param.requires_grad());
+int64_t ShardEngine::kind_of(const at::Tensor& param, Sharding sharding) {
+  // Frozen parameters are kept apart, so that the trainable ones are cut evenly.
+  const auto key = c10::str(param.scalar_type(), param.device(), param.requires_grad(),
+                            sharding == Sharding::kElement);
   const auto found = std::find(kinds_.begin(), kinds_.end(), key);
   if (found == kinds_.end()) {
     kinds_.push_back(key);
@@ -85,26 +127,30 @@ int64_t ShardEngine::kind_of(const at::Tensor& param) {
   return found - kinds_.begin();
 }
 
-// What the ranks must agree on about groups, in words.
+// A text of what must be the same on all ranks about groups.
 std::vector<std::string> ShardEngine::describe_groups(
     const std::vector<EngineGroup>& groups) const {
   std::vector<at::Tensor> all = params_;
   std::vector<std::string> lines{detail::describe(options_)};
   for (size_t g = 0; g < groups.size(); ++g) {
     const size_t index = group_count() + g;
-    lines.push_back(c10::str("group ", index, ": ", groups[g].description));
+    const bool by_element = groups[g].sharding.value_or(options_.sharding) == Sharding::kElement;
+    lines.push_back(c10::str("group ", index, by_element ? " by element" : " by parameter",
+                             ", pool ", groups[g].cost_pool, ": ", groups[g].description));
     for (size_t i = 0; i < groups[g].params.size(); ++i) {
       const auto& param = groups[g].params[i];
-      check_param(param, all.size());
+      check_param(param, detail::param_label(all.size(), groups[g].name(i)));
       if (options_.stage2 && world_size() > 1) {
         check_not_under_ddp(param, static_cast<int64_t>(all.size()));
       }
-      lines.push_back(
-          c10::str("parameter ", i, " of group ", index, ": ", detail::describe_param(param)));
+      lines.push_back(c10::str("parameter ", detail::param_label(i, groups[g].name(i)),
+                               " of group ", index, ": ", detail::describe_param(param),
+                               describe_cost(groups[g].cost(i), all.size(), group_)));
       all.push_back(param);
     }
   }
   TORCH_CHECK_VALUE(!all.empty(), "shardstep: expected parameters to optimize, got none");
+  check_devices(all, group_);
   if (options_.sharding == Sharding::kParameter) check_one_dtype(all);
   check_no_overlap(all);
   return lines;
@@ -120,7 +166,8 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
     failure = std::current_exception();
   }
   wait();
-  const int64_t channel = detail::agree(group_, lines, failure);
+  const auto control = control_group();  // as long as not all ranks have another
+  const int64_t channel = detail::agree(control, lines, failure);
   const Partition before = partition_;
   try {
     adopt(groups, channel);
@@ -128,29 +175,43 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
     failure = std::current_exception();
   }
   try {
-    // Also because memory that is shared can be opened only while whoever made it is there.
-    detail::tell_every_rank(group_, failure);
+    // Also because shared memory can be opened only while its creator exists.
+    detail::tell_every_rank(control, failure);
   } catch (...) {
     forget_since(before);
+    if (exchange_) exchange_->start_anew();
+    detail::tell_every_rank(control, nullptr);  // that they may use the exchange again
     throw;
   }
 }
 
 void ShardEngine::adopt(const std::vector<EngineGroup>& groups, int64_t channel) {
   const size_t known = params_.size();
+  if (known == 0) {
+    partition_ = Partition(options_.sharding, world_size(),
+                           detail::bucket_cap_bytes(options_, first_device(groups)));
+  }
   std::vector<std::vector<ParamSpec>> specs;
   for (const auto& group : groups) {
     auto& spec = specs.emplace_back();
-    for (const auto& param : group.params) {
-      // In stage 1, by parameter, the division is torch's.
+    const auto sharding = group.sharding.value_or(options_.sharding);
+    for (size_t i = 0; i < group.params.size(); ++i) {
+      const auto& param = group.params[i];
+      // In stage 1, by parameter, the partition is torch's.
       const bool apart = options_.stage2 && !param.requires_grad();
-      spec.push_back({param.numel(), param.element_size(), kind_of(param), apart});
+      spec.push_back({.numel = param.numel(),
+                      .element_size = param.element_size(),
+                      .kind = kind_of(param, sharding),
+                      .pool = 2 * group.cost_pool + apart,
+                      .cost = group.cost(i),
+                      .sharding = sharding});
       params_.push_back(param);
       trainable_.push_back(param.requires_grad());
-      agreement_.add(param);
+      agreement_.add(param, group.name(i), fixed_layout(options_, sharding));
     }
   }
   connect(channel);
+  SHARDSTEP_FAILURE_POINT("construction: connected");
   partition_.add_groups(specs);
   const size_t first = buckets_.size();
   if (options_.stage2 && exchange_) broadcast_params(known);
@@ -175,6 +236,7 @@ void ShardEngine::forget_since(const Partition& before) {
   shorten(trainable_, params);
   shorten(places_, params);
   shorten(local_places_, params);
+  shorten(masters_, params);
   shorten(buckets_, buckets);
   shorten(active_, buckets);
   shorten(parts_, buckets);
@@ -186,12 +248,15 @@ void ShardEngine::forget_since(const Partition& before) {
 
 void ShardEngine::connect(int64_t channel) {
   if (exchange_ || world_size() == 1) return;
-  auto exchange = make_exchange(
-      group_, {.kind = options_.exchange, .device = params_.front().device(), .channel = channel});
+  auto exchange = make_exchange(group_, {.kind = options_.exchange,
+                                         .device = params_.front().device(),
+                                         .channel = channel,
+                                         .share_tensors = share_parameters()});
   TORCH_CHECK_VALUE(!share_parameters() || exchange->shares_memory(),
                     "shardstep: expected ranks that share memory with share_parameters, got "
                     "exchange \"",
                     exchange->name(), "\"", detail::who(group_));
+  if (!params_.front().is_cpu()) control_ = make_control_exchange(group_, channel);
   exchange_ = std::move(exchange);
 }
 
@@ -221,25 +286,23 @@ void ShardEngine::build_new_buckets() {
 void ShardEngine::broadcast_params(size_t first) {
   for (size_t i = first; i < params_.size(); ++i) {
     std::vector<at::Tensor> whole{flat_view(params_[i])};
-    if (whole.front().numel() > 0) group_->broadcast(whole, {})->wait();
+    if (whole.front().numel() == 0) continue;
+    detail::PendingWorks pending(group_);
+    pending.add(group_->broadcast(whole, {}), "waiting for", 0);
+    pending.wait();
   }
-}
-
-// Returns when all ranks are here.
-void ShardEngine::meet() {
-  if (!exchange_) return;
-  Parts nothing(world_size());
-  for (auto& part : nothing) part = {at::zeros({1}, at::kByte)};
-  exchange_->all_gather(nothing, ControlMessage::kMeet)->wait();
 }
 
 void ShardEngine::reduce_new_buckets(size_t first) {
   if (!reducer_) {
-    // A rank that had not read a bucket yet would keep others from showing the next update of it.
-    reducer_ =
-        std::make_unique<GradientReducer>(*exchange_, rank(), world_size(), [this] { wait(); });
+    // A rank that has not read a bucket yet would keep others from publishing its next update.
+    reducer_ = std::make_unique<GradientReducer>(*exchange_, rank(), world_size(), [this] {
+      wait();
+      if (announce_ && !exchange_->any_order()) announce_();
+    });
+    reducer_->set_phase_times(phase_times_.get());
     gradients_ =
-        std::make_unique<ShardedGradients>(group_, *exchange_, *reducer_, agreement_, params_);
+        std::make_unique<ShardedGradients>(control(), *exchange_, *reducer_, agreement_, params_);
   }
   for (size_t b = first; b < buckets_.size(); ++b) {
     std::vector<ReducedParam> params;
@@ -247,20 +310,26 @@ void ShardEngine::reduce_new_buckets(size_t first) {
       const int64_t index = buckets_[b].layout().slots[slot].param;
       params.push_back({index, params_[index], partition_.slices(index)});
     }
-    const auto tensor = buckets_[b].params().front().options().requires_grad(false);
-    const auto& gradient_dtype = options_.stage2->gradient_dtype;
-    const bool narrows = gradient_dtype && tensor.dtype().itemsize() > 2 &&
-                         buckets_[b].params().front().is_floating_point();
-    reducer_->add_bucket(std::move(params), {.numel = {},
-                                             .tensor = tensor,
-                                             .wire = narrows ? gradient_dtype : std::nullopt,
-                                             .tag = MessageTag::bucket(static_cast<int64_t>(b)),
-                                             .divisor = static_cast<double>(world_size())});
+    const auto& first_param = buckets_[b].params().front();
+    auto tensor = first_param.options().requires_grad(false);
+    std::optional<at::ScalarType> wire;
+    if (has_master(params.front().index)) {
+      tensor = tensor.dtype(options_.master_dtype);
+      wire = first_param.scalar_type();
+    } else if (tensor.dtype().itemsize() > 2 && first_param.is_floating_point()) {
+      wire = options_.stage2->gradient_dtype;
+    }
+    reducer_->add_bucket(std::move(params),
+                         {.numel = {},
+                          .tensor = tensor,
+                          .wire = wire,
+                          .tag = {MessageKind::kGradients, static_cast<int64_t>(b)},
+                          .divisor = static_cast<double>(world_size())});
   }
 }
 
 at::Tensor ShardEngine::local_view(int64_t param, Range elements) const {
-  if (options_.sharding == Sharding::kParameter) return params_[param].detach();
+  if (sharding(param) == Sharding::kParameter) return params_[param].detach();
   const auto [bucket, slot] = places_[param];
   return buckets_[bucket].view(slot, elements);
 }
@@ -268,17 +337,20 @@ at::Tensor ShardEngine::local_view(int64_t param, Range elements) const {
 void ShardEngine::add_local_params(size_t group) {
   auto& local = local_.emplace_back();
   local_places_.resize(params_.size());
+  masters_.resize(params_.size());
   for (const auto& slice : partition_.owned(rank(), group)) {
-    const auto& param = params_[slice.param];
-    const auto tensor =
-        aliased() ? local_view(slice.param, slice.elements).set_requires_grad(param.requires_grad())
-                  : param;
+    auto tensor = params_[slice.param];
+    if (aliased(slice.param)) {
+      tensor = local_view(slice.param, slice.elements);
+      if (has_master(slice.param)) tensor = masters_[slice.param].emplace(tensor).tensor();
+      tensor.set_requires_grad(params_[slice.param].requires_grad());
+    }
     local_places_[slice.param] = {group, local.size()};
     local.push_back({slice.param, slice.elements, tensor});
   }
 }
 
-// Parameters may have been given other memory, been frozen or unfrozen since the last step.
+// Parameters may have got other memory, or been frozen or unfrozen, since the last step.
 void ShardEngine::follow_params() {
   bool flipped = false;
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -294,7 +366,7 @@ void ShardEngine::follow_params() {
     moved.push_back(buckets_[b].refresh());
     std::vector<bool> active;
     for (const auto& param : buckets_[b].params()) {
-      // A frozen parameter that still has a gradient is updated, as by any optimizer.
+      // A frozen parameter that still has a gradient is updated, as in any optimizer.
       active.push_back(param.requires_grad() || param.grad().defined());
     }
     if (moved[b] || active != active_[b]) {
@@ -302,10 +374,13 @@ void ShardEngine::follow_params() {
       active_[b] = std::move(active);
     }
   }
-  if (!aliased()) return;
   for (auto& group : local_) {
     for (auto& local : group) {
-      if (moved[places_[local.index].bucket]) {
+      if (!aliased(local.index)) continue;
+      const bool has_moved = moved[places_[local.index].bucket];
+      if (auto& master = masters_[local.index]) {
+        master->follow(params_[local.index], local_view(local.index, local.elements), has_moved);
+      } else if (has_moved) {
         local.tensor.set_data(local_view(local.index, local.elements));
       }
       if (flipped) local.tensor.set_requires_grad(trainable_[local.index]);
@@ -314,26 +389,102 @@ void ShardEngine::follow_params() {
 }
 
 void ShardEngine::set_gradient(LocalParam& local, const at::Tensor& gradient) {
-  if (!gradient.defined() || options_.sharding == Sharding::kParameter) {
-    local.tensor.mutable_grad() = gradient;
-    return;
+  auto& own = local.tensor.mutable_grad();
+  own = gradient;
+  if (!gradient.defined()) return;
+  const bool dense = gradient.layout() == at::kStrided;
+  if (sharding(local.index) == Sharding::kElement) {
+    TORCH_CHECK_VALUE(dense, "shardstep: expected a dense gradient for parameter ",
+                      agreement_.label(local.index), ", got ", gradient.layout(),
+                      "; sharding by parameter takes it", detail::who(group_));
+    own = flat_view(in_order_of(params_[local.index], gradient))
+              .narrow(0, local.elements.begin, local.elements.size());
   }
-  TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
-                    "shardstep: expected a dense gradient for parameter ", local.index, ", got ",
-                    gradient.layout(), "; sharding by parameter takes it", detail::who(group_));
-  local.tensor.mutable_grad() = flat_view(in_order_of(params_[local.index], gradient))
-                                    .narrow(0, local.elements.begin, local.elements.size());
+  if (!masters_[local.index]) return;
+  at::NoGradGuard no_grad;
+  if (dense && sharding(local.index) == Sharding::kParameter) own = in_order_of(local.tensor, own);
+  own = own.to(local.tensor.scalar_type());
 }
 
-// Else zero_grad would not free them.
-void ShardEngine::drop_gradients() {
-  if (!aliased()) return;
+void ShardEngine::round_masters() {
   for (auto& group : local_) {
-    for (auto& local : group) local.tensor.mutable_grad().reset();
+    for (auto& local : group) {
+      auto& master = masters_[local.index];
+      if (!master || !local.tensor.grad().defined()) continue;
+      master->round_into(params_[local.index], local_view(local.index, local.elements));
+    }
   }
 }
 
-// The sums lie in memory as the parameters do.
+at::Tensor ShardEngine::saved_master(int64_t param) const {
+  const auto& master = masters_[param];
+  return master && master->is_wider() ? master->tensor().detach() : at::Tensor();
+}
+
+void ShardEngine::load_masters(const std::map<int64_t, at::Tensor>& masters) {
+  bool missing = false;
+  for (const auto& group : local_) {
+    for (const auto& [index, elements, tensor] : group) {
+      auto& master = masters_[index];
+      if (!master) continue;
+      const auto found = masters.find(index);
+      const bool given = found != masters.end() && found->second.defined();
+      missing = missing || (found != masters.end() && !given);
+      given ? master->load(found->second) : master->reset(local_view(index, elements));
+    }
+  }
+  if (missing) {
+    TORCH_WARN("shardstep: the loaded state has no float32 masters (", kMasterKey,
+               "); they start from the parameters", detail::who(group_));
+  }
+}
+
+bool ShardEngine::can_widen(int64_t param) const {
+  const auto dtype = params_[param].scalar_type();
+  return dtype == at::kFloat || dtype == at::kDouble;
+}
+
+void ShardEngine::widen_params(const std::map<int64_t, at::Tensor>& masters) {
+  for (const auto& [index, master] : masters) {
+    if (can_widen(index)) widen_from_master(params_[index], master);
+  }
+}
+
+void ShardEngine::widen_own_params(const std::map<int64_t, at::Tensor>& masters) {
+  for (const auto& group : local_) {
+    for (const auto& [index, elements, tensor] : group) {
+      const auto found = masters.find(index);
+      if (found == masters.end() || !found->second.defined() || !can_widen(index)) continue;
+      widen_from_master(local_view(index, elements), found->second);
+    }
+  }
+  if (!exchange_) return;
+  std::vector<Parts> parts;
+  for (const auto& bucket : buckets_) {
+    parts.push_back(bucket.parts(std::vector<bool>(bucket.params().size(), true)));
+  }
+  std::vector<const Parts*> buckets;
+  for (const auto& bucket : parts) buckets.push_back(&bucket);
+  if (!share_parameters()) return exchange_->all_gather_and_wait(buckets);
+  exchange_->all_gather_between_hosts(buckets);
+  detail::tell_every_rank(group_, nullptr);  // so that all have written
+}
+
+void ShardEngine::before_closure() {
+  phase_ = Phase::kOutside;
+  round_masters();  // the optimizer may evaluate the closure several times
+}
+
+// Otherwise zero_grad would not free them.
+void ShardEngine::drop_gradients() {
+  for (auto& group : local_) {
+    for (auto& local : group) {
+      if (aliased(local.index)) local.tensor.mutable_grad().reset();
+    }
+  }
+}
+
+// The sums have the parameters' memory order.
 void ShardEngine::set_reduced_gradients() {
   for (auto& group : local_) {
     for (auto& [index, elements, tensor] : group) {
@@ -351,7 +502,7 @@ void ShardEngine::set_sync(bool sync) {
 
 void ShardEngine::drop_sums() {
   drop_gradients();
-  if (reducer_) reducer_->reset();
+  if (gradients_) gradients_->drop_all();
 }
 
 void ShardEngine::check_stage_2(const char* what) const {
@@ -359,19 +510,18 @@ void ShardEngine::check_stage_2(const char* what) const {
                     "; in stage 1 gradients are whole, use torch's own", detail::who(group_));
 }
 
-std::vector<at::Tensor> ShardEngine::owned_gradients() {
-  take_gradients();
-  std::vector<at::Tensor> owned;
-  for (const auto& group : local_) {
-    for (const auto& local : group) {
-      if (local.tensor.grad().defined()) owned.push_back(local.tensor.grad());
-    }
+std::vector<at::Tensor> ShardEngine::whole_gradients() {
+  TORCH_INTERNAL_ASSERT(!exchange_);
+  compare();
+  std::vector<at::Tensor> gradients;
+  for (const auto& param : params_) {
+    if (param.grad().defined()) gradients.push_back(param.grad());
   }
-  return owned;
+  return gradients;
 }
 
 void ShardEngine::show_gradients() {
-  if (!reducer_ || reducer_->rounds() == 0) return;
+  if (!reducer_) return;
   if (!reducer_->made_round() && !reducer_->has_sums()) reducer_->show_stand_ins();
 }
 
@@ -395,74 +545,122 @@ std::unique_ptr<Pending> ShardEngine::reduce_to_owners(const std::vector<ParamGr
   return exchange_->reduce_scatter(parts, {MessageKind::kReduceToOwners, tag}, world_size());
 }
 
-void ShardEngine::take_gradients() {
+void ShardEngine::compare() {
   wait();
   if (gradients_) {
     gradients_->before_step();
   } else if (exchange_) {
-    agreement_.compare(*exchange_, params_);
+    agreement_.compare(control(), params_);
   } else {
     agreement_.check_here(params_);
   }
+}
+
+void ShardEngine::take_gradients() {
   follow_params();
   if (reducer_) {
     set_reduced_gradients();
-  } else if (aliased()) {
-    for (auto& group : local_) {
-      for (auto& local : group) set_gradient(local, params_[local.index].grad());
+    return;
+  }
+  for (auto& group : local_) {
+    for (auto& local : group) {
+      if (aliased(local.index)) set_gradient(local, params_[local.index].grad());
     }
   }
 }
 
 void ShardEngine::before_step() {
   phase_ = Phase::kComparing;
-  take_gradients();
-  // Nobody may still look at parameters that change here.
-  if (share_parameters()) meet();
+  SHARDSTEP_FAILURE_POINT("step: begins");
+  // All ranks are in step() then: none still reads parameters that change here.
+  {
+    const PhaseTimer timer(*phase_times_, StepPhase::kCompare);
+    compare();
+  }
+  SHARDSTEP_FAILURE_POINT("step: compared");
   phase_ = Phase::kUpdating;
+  take_gradients();
 }
 
 void ShardEngine::fail_step(const std::exception_ptr& error) {
   const auto phase = std::exchange(phase_, Phase::kOutside);
-  // Whatever before_step throws, it throws on every rank.
+  // Whatever the comparison throws, it throws on every rank.
   if (!exchange_ || phase == Phase::kComparing) return;
-  agreement_.fail(error);
   try {
     if (phase == Phase::kUpdating) {
-      after_step();
+      send_params(error);
+      wait();  // nobody else will, after the error, before parameters are read
     } else {
-      take_gradients();
+      agreement_.fail(error);
+      compare();
     }
   } catch (const std::exception&) {
-    // The caller throws what came first.
+    // The caller throws the first error.
   }
 }
 
-void ShardEngine::after_step() {
+void ShardEngine::after_step() { send_params(nullptr); }
+
+void ShardEngine::send_params(const std::exception_ptr& error) {
   phase_ = Phase::kOutside;
+  round_masters();
   drop_gradients();
-  if (reducer_) reducer_->next_step();
+  if (gradients_) gradients_->after_step();
   if (!exchange_) return;
+  const PhaseTimer timer(*phase_times_, StepPhase::kGather);
   at::NoGradGuard no_grad;
+  SHARDSTEP_FAILURE_POINT("step: updated");
+  const auto& outcome = outcome_.of_this_rank(control_device(), error);
+  std::vector<const Parts*> parts;
+  for (const auto& bucket : parts_) parts.push_back(&bucket);
   if (share_parameters()) {
-    meet();
+    exchange_->all_gather_between_hosts(parts);
+    exchange_->all_gather(outcome, ControlMessage::kStepOutcome)->wait();
   } else if (options_.stage2 && options_.stage2->overlap_forward) {
+    arriving_outcome_ = control().all_gather(outcome, ControlMessage::kStepOutcome);
     for (size_t b = 0; b < buckets_.size(); ++b) {
       arriving_[b] =
           exchange_->all_gather(parts_[b], {MessageKind::kArriving, static_cast<int64_t>(b)});
     }
+    return;
   } else {
-    exchange_->all_gather_and_wait(parts_);
+    const auto arriving =
+        control_ ? control_->all_gather(outcome, ControlMessage::kStepOutcome) : nullptr;
+    if (!arriving) parts.push_back(&outcome);
+    exchange_->all_gather_and_wait(parts);
+    if (arriving) arriving->wait();
   }
+  SHARDSTEP_FAILURE_POINT("step: sent");
+  outcome_.check();
+}
+
+at::Device ShardEngine::control_device() const { return detail::control_device(control_group()); }
+
+void ShardEngine::hear_outcome() {
+  const auto pending = std::move(arriving_outcome_);
+  if (!pending) return;
+  pending->wait();
+  outcome_.check();
 }
 
 void ShardEngine::wait(const std::vector<int64_t>& params) {
+  const bool waits = std::any_of(params.begin(), params.end(), [&](int64_t param) {
+    return arriving_[places_[param].bucket] != nullptr;
+  });
+  if (!waits && !arriving_outcome_) return;
+  const PhaseTimer timer(*phase_times_, StepPhase::kArrive);
+  hear_outcome();
   for (int64_t param : params) {
     if (const auto pending = std::move(arriving_[places_[param].bucket])) pending->wait();
   }
 }
 
 void ShardEngine::wait() {
+  const bool waits = std::any_of(arriving_.begin(), arriving_.end(),
+                                 [](const auto& bucket) { return bucket != nullptr; });
+  if (!waits && !arriving_outcome_) return;
+  const PhaseTimer timer(*phase_times_, StepPhase::kArrive);
+  hear_outcome();
   for (auto& bucket : arriving_) {
     if (const auto pending = std::move(bucket)) pending->wait();
   }
@@ -481,12 +679,22 @@ void ShardEngine::before_partial_step(const std::vector<ParamGradient>& gradient
 
 std::unique_ptr<Pending> ShardEngine::after_partial_step(
     const std::vector<ParamGradient>& gradients, int tag) {
+  round_masters();
   drop_gradients();
   if (!exchange_) return nullptr;
   at::NoGradGuard no_grad;
   Parts parts(world_size());
   for (const auto& [index, gradient] : gradients) append_parts(index, params_[index], parts);
+  SHARDSTEP_FAILURE_POINT("overlap: updated");
   return exchange_->all_gather(parts, {MessageKind::kPartialStep, tag});
+}
+
+void ShardEngine::end_partial_steps(const std::exception_ptr& error) {
+  if (!exchange_) return;
+  hear_outcome();
+  SHARDSTEP_FAILURE_POINT("overlap: ends");
+  const auto& outcome = outcome_.of_this_rank(control_device(), error, agreement_.summary(params_));
+  arriving_outcome_ = control().all_gather(outcome, ControlMessage::kStepOutcome);
 }
 
 }  // namespace shardstep

@@ -1,12 +1,14 @@
 #pragma once
 
-// Partition, buckets and exchange composed: which tensors the local optimizer of this rank runs on,
-// and how updated parameters and optimizer state travel. It does not know which optimizer runs.
+// Composes partition, buckets and exchange: decides which tensors this rank's local optimizer runs
+// on, and moves updated parameters and optimizer state. It does not know which optimizer runs.
 // Between before_step and after_step the local optimizer updates local_params; after_step returns
 // with the same parameters on every rank. Ranks call the collective functions in the same order.
 // Thread safety: one thread at a time. Destruction does not communicate.
 
 #include <exception>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,22 +18,38 @@
 #include "shard/bucket.h"
 #include "shard/engine_options.h"
 #include "shard/gradient_reducer.h"
+#include "shard/master_param.h"
 #include "shard/param_agreement.h"
 #include "shard/partition.h"
+#include "shard/phase_times.h"
 #include "shard/sharded_gradients.h"
+#include "shard/step_outcome.h"
 #include "shardstep/export.h"
 #include "shardstep/process_group.h"
 
 namespace shardstep {
 
-// Parameters and, in words, everything else that ranks must agree on about them.
+// Parameters and a text of everything else that must be the same on all ranks.
 struct EngineGroup {
   std::vector<at::Tensor> params;
   std::string description;
+  std::vector<std::string> names = {};  // of the parameters, or empty
+  // By parameter: what its update costs, which sharding by parameter divides evenly; empty: the
+  // number of elements.
+  std::vector<double> costs = {};
+  // Groups whose costs can be compared are divided together.
+  int64_t cost_pool = 0;
+  std::optional<Sharding> sharding = std::nullopt;  // the engine's if unset
+
+  std::string name(size_t param) const { return names.empty() ? "" : names[param]; }
+  std::optional<double> cost(size_t param) const {
+    return costs.empty() ? std::nullopt : std::optional(costs[param]);
+  }
 };
 
-// What the local optimizer updates: the parameter itself, or, by element and with overlap, a tensor
-// over the same memory whose gradient the engine sets: a 1-D view of some of the elements, or all.
+// What the local optimizer updates: the parameter itself or, by element and with overlap, a tensor
+// over the same memory whose gradient the engine sets (a 1-D view of some of the elements, or all).
+// Of a narrow parameter, with masters, the float32 copy.
 struct LocalParam {
   int64_t index = 0;  // of the parameter, across groups
   Range elements;     // of the parameter, in memory order
@@ -47,9 +65,8 @@ class SHARDSTEP_API ShardEngine {
  public:
   ShardEngine(ProcessGroupPtr group, EngineOptions options);
 
-  // Adds param groups, on top of those there are. `error` is what kept the caller from making them,
-  // if anything: it is thrown here, after the other ranks know. If this throws, nothing changed.
-  // Collective.
+  // Adds param groups. `error` is what kept the caller from making them, if anything: it is thrown
+  // here, after the other ranks have been told. If this throws, nothing changes. Collective.
   void add_groups(const std::vector<EngineGroup>& groups,
                   const std::exception_ptr& error = nullptr);
 
@@ -60,56 +77,88 @@ class SHARDSTEP_API ShardEngine {
   const std::vector<at::Tensor>& params() const { return params_; }
   const at::Tensor& param(int64_t index) const { return params_[index]; }
   int64_t param_count() const { return partition_.param_count(); }
+  // Whether the local optimizer updates a master of the parameter.
+  bool has_master(int64_t param) const {
+    return options_.master_dtype && is_narrow(params_[param].scalar_type());
+  }
+  // What belongs into a saved state under kMasterKey; undefined if this rank owns no master of the
+  // parameter, or the parameter itself says as much.
+  at::Tensor saved_master(int64_t param) const;
+  // Masters by parameter: this rank's share, undefined where a state is loaded that has none. These
+  // and those that are not mentioned start from their parameters; if there are any of the former,
+  // warns.
+  void load_masters(const std::map<int64_t, at::Tensor>& masters);
+  // Parameters without masters that are the rounded values of these take the values, whole.
+  void widen_params(const std::map<int64_t, at::Tensor>& masters);
+  // The same with this rank's share, which then goes to the other ranks. Collective.
+  void widen_own_params(const std::map<int64_t, at::Tensor>& masters);
+  // How a parameter is divided.
+  Sharding sharding(int64_t param) const { return partition_.sharding(param); }
   const Partition& partition() const { return partition_; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
 
   // Starts averaging gradients over the ranks, in place: each rank gets what it owns, and the rest
   // keeps this rank's values. Null in a group of one. REQUIRES: gradients of one dtype, in their
-  // parameters' memory order. Collective: ranks agree on the parameters and the tag.
+  // parameters' memory order. Collective, with the same parameters and tag on every rank.
   std::unique_ptr<Pending> reduce_to_owners(const std::vector<ParamGradient>& gradients, int tag);
 
-  // Hands gradients to the local parameters. Call it when the gradients are final. Collective in
+  // Gives the local parameters their gradients. Call it when the gradients are final. Collective in
   // stage 2.
   void before_step();
-  // Sends what this rank owns to every other and receives the rest. Collective.
+  // The local optimizer calls its closure: the next collective call is before_step().
+  void before_closure();
+  // Writes the masters that the local optimizer has updated, rounded, into their parameters.
+  // after_step and after_partial_step call it.
+  void round_masters();
+  // Sends what this rank owns to every other and receives the rest. Throws if another rank's update
+  // has thrown; with overlap_forward wait() does. Collective.
   void after_step();
-  // Ends the step of a rank whose update, or closure, has thrown, so that no other rank is left
-  // waiting. They hear of it at once if they wait for this rank's gradients, else at the next step.
-  // Collective, as the rest of the step would be.
+  // Ends the step of a rank whose update, or closure, has thrown: it does what the rest of the step
+  // would have, and the others throw in this step too. Collective.
   void fail_step(const std::exception_ptr& error);
-  // With overlap_forward: returns when these parameters have arrived, or all. Nothing else needs
-  // it: the next backward pass and every collective call wait by themselves.
+  // With overlap_forward: returns when these parameters, or all, have arrived. The next backward
+  // pass and every collective call wait by themselves.
   void wait(const std::vector<int64_t>& params);
   void wait();
 
-  // Stage 2. While off, backward passes add up in `.grad`; the next one that synchronizes takes
-  // that along.
+  // Stage 2. If false, backward passes accumulate in `.grad`; the next one that synchronizes
+  // reduces the sum.
   void set_sync(bool sync);
   bool sync() const { return !reducer_ || reducer_->sync(); }
   // Stage 2: forgets the gradients.
   void drop_sums();
-  // Stage 2: what can be asked of the gradients and done to them; null in a group of one, where
-  // they are whole, in `.grad`.
+  // Stage 2: is called before the first message of a step where messages must come in one order:
+  // ranks that have joined must hear of the step before that.
+  void set_announce(std::function<void()> announce) { announce_ = std::move(announce); }
+  // Stage 2: a rank that has joined forgets its gradients when the others do.
+  void set_joined(bool joined) {
+    if (gradients_) gradients_->set_joined(joined);
+  }
+  // Stage 2: queries and changes of the gradients; null in a group of one, where `.grad` holds
+  // whole gradients.
   ShardedGradients* gradients() const { return gradients_.get(); }
   // Stage 2: what `.grad` of a parameter shows while its gradient is divided among the ranks.
   void set_stand_in(int64_t param, at::Tensor stand_in) {
     if (reducer_) reducer_->set_stand_in(param, std::move(stand_in));
   }
-  // Stage 2: a parameter whose `.grad` somebody has replaced since the backward pass, -1 if there
-  // is none.
+  // Stage 2: a parameter whose `.grad` was replaced since the backward pass, -1 if there is none.
   int64_t replaced_gradient() const {
     return reducer_ && reducer_->made_round() ? reducer_->replaced() : -1;
   }
   // Stage 2: lets code that looks for gradients in `.grad` find them on a rank without a batch.
   void show_gradients();
-  // In a group of one: the gradients of the local parameters.
-  std::vector<at::Tensor> owned_gradients();
+  // The parameters' own gradients, as far as there are any. REQUIRES: a group of one.
+  std::vector<at::Tensor> whole_gradients();
 
   // before_step for some parameters, whose gradients are given: the local optimizer sees no others.
   // REQUIRES: the overlap option.
   void before_partial_step(const std::vector<ParamGradient>& gradients);
-  // Starts sending what changed. Ranks agree on the parameters and the tag. Collective.
+  // Starts sending what changed. Collective, with the same parameters and tag on every rank.
   std::unique_ptr<Pending> after_partial_step(const std::vector<ParamGradient>& gradients, int tag);
+  // After the last partial step of an iteration; `error` is what an update has thrown, if any. Does
+  // not wait: wait() throws if another rank's update has thrown, or its parameters are not the same
+  // in dtype, shape, or in being frozen. Collective.
+  void end_partial_steps(const std::exception_ptr& error);
 
   const ProcessGroupPtr& process_group() const { return group_; }
   int rank() const { return group_->getRank(); }
@@ -120,15 +169,22 @@ class SHARDSTEP_API ShardEngine {
   void check_stage_2(const char* what) const;
   // Null in a group of one.
   Exchange* exchange() const { return exchange_.get(); }
-  // Tells the other ranks that this one cannot go on, and why, as far as the exchange can.
-  void give_up(const std::string& message) {
-    if (exchange_) exchange_->give_up(message);
+  // Moves messages that the host reads, which need not be on the parameters' device. REQUIRES: more
+  // than one rank.
+  Exchange& control() const { return control_ ? *control_ : *exchange_; }
+  // The group of such messages; the process group if that takes CPU tensors.
+  const ProcessGroupPtr& control_group() const {
+    return exchange_ ? control().process_group() : group_;
   }
-  // What went over the wire so far; nothing in a group of one.
+  // What has been sent and received so far; nothing in a group of one.
   Traffic traffic() const { return exchange_ ? exchange_->traffic() : Traffic{}; }
-  // "native", "pairwise", "shared_memory", or "none" in a group of one.
+  // Where the time of this rank goes. The caller adds the update.
+  PhaseTimes& phase_times() const { return *phase_times_; }
+  // Bytes of the gradients that this rank keeps in stage 2 at the moment.
+  int64_t gradient_bytes() const { return reducer_ ? reducer_->sum_bytes() : 0; }
+  // "native", "pairwise", "shared_memory", "hierarchical", or "none" in a group of one.
   const char* exchange_name() const { return exchange_ ? exchange_->name() : "none"; }
-  // Whether calls with different tags may come in another order on another rank.
+  // Whether calls with different tags may come in different orders on different ranks.
   bool any_order() const { return !exchange_ || exchange_->any_order(); }
 
  private:
@@ -140,7 +196,7 @@ class SHARDSTEP_API ShardEngine {
     size_t group;
     size_t position;
   };
-  int64_t kind_of(const at::Tensor& param);
+  int64_t kind_of(const at::Tensor& param, Sharding sharding);
   std::vector<std::string> describe_groups(const std::vector<EngineGroup>& groups) const;
   void adopt(const std::vector<EngineGroup>& groups, int64_t channel);
   void forget_since(const Partition& before);
@@ -148,19 +204,26 @@ class SHARDSTEP_API ShardEngine {
   void broadcast_params(size_t first);
   void build_new_buckets();
   void reduce_new_buckets(size_t first);
-  void meet();
   void set_reduced_gradients();
-  // Ends the rounds of stage 2, if any, and compares the parameters over the ranks.
+  // Ends the rounds of stage 2, if any, and compares the parameters across ranks.
+  void compare();
+  // Hands gradients to the local parameters.
   void take_gradients();
+  void send_params(const std::exception_ptr& error);
+  void hear_outcome();
+  // Whether a saved master has more bits than the parameter.
+  bool can_widen(int64_t param) const;
+  at::Device control_device() const;
   void add_local_params(size_t group);
   void follow_params();
-  // Whether local parameters are tensors of the engine's own.
-  bool aliased() const {
-    return options_.sharding == Sharding::kElement || options_.overlap || options_.stage2;
+  // Whether the local parameter is the engine's own tensor.
+  bool aliased(int64_t param) const {
+    return sharding(param) == Sharding::kElement || options_.overlap || options_.stage2 ||
+           options_.master_dtype;
   }
   bool share_parameters() const { return options_.stage2 && options_.stage2->share_parameters; }
   at::Tensor local_view(int64_t param, Range elements) const;
-  // Adds each owner's part of a tensor that lies in memory as the parameter does.
+  // Appends each owner's part of a tensor that has the parameter's memory order.
   void append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const;
   void set_gradient(LocalParam& local, const at::Tensor& gradient);
   void drop_gradients();
@@ -172,19 +235,25 @@ class SHARDSTEP_API ShardEngine {
   Phase phase_ = Phase::kOutside;
   Partition partition_;
   detail::ParamAgreement agreement_;
+  detail::StepOutcome outcome_;
+  std::unique_ptr<PhaseTimes> phase_times_ = std::make_unique<PhaseTimes>();
   std::unique_ptr<Exchange> exchange_;  // null in a group of one
+  std::unique_ptr<Exchange> control_;   // null if exchange_ moves CPU tensors
   std::vector<at::Tensor> params_;      // by index across groups
   std::vector<std::string> kinds_;
   std::vector<Bucket> buckets_;
+  std::function<void()> announce_;
   std::unique_ptr<GradientReducer> reducer_;             // stage 2, more than one rank
   std::unique_ptr<ShardedGradients> gradients_;          // likewise
-  std::vector<std::unique_ptr<Pending>> arriving_;       // by bucket; null if it is there
+  std::vector<std::unique_ptr<Pending>> arriving_;       // by bucket; null if it has arrived
+  std::unique_ptr<Pending> arriving_outcome_;            // of the last step
   std::vector<Place> places_;                            // by parameter
-  std::vector<std::vector<bool>> active_;                // by bucket and slot: what travels
+  std::vector<std::vector<bool>> active_;                // by bucket and slot: what is sent
   std::vector<Parts> parts_;                             // by bucket
-  std::vector<bool> trainable_;                          // by parameter, when last looked at
+  std::vector<bool> trainable_;                          // by parameter, when last checked
   std::vector<std::vector<LocalParam>> local_;           // by group
-  std::vector<std::optional<LocalPlace>> local_places_;  // by parameter; nothing if not owned here
+  std::vector<std::optional<LocalPlace>> local_places_;  // by parameter; unset if not owned here
+  std::vector<std::optional<MasterParam>> masters_;      // likewise, of narrow parameters
 };
 
 }  // namespace shardstep

@@ -3,8 +3,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <unordered_map>
 
 #include "comm/agreement.h"
+#include "comm/peer_input.h"
+#include "failure_points.h"
 #include "launch/who.h"
 #include "shard/bucket.h"
 
@@ -13,10 +16,13 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+// More backward passes than a rank can be behind another.
+constexpr int64_t kMostRoundsAhead = int64_t{1} << 24;
+
 double larger(double a, double b) { return std::isnan(a) || a > b ? a : b; }
 double smaller(double a, double b) { return std::isnan(a) || a < b ? a : b; }
 
-// Values of two disjoint parts of a tensor make one of the whole.
+// Merges the values of two disjoint parts of a tensor into that of the whole.
 class Merging {
  public:
   Merging(GradientStatistic statistic, double norm_type)
@@ -27,29 +33,28 @@ class Merging {
     return statistic_ == GradientStatistic::kSmallest ? kInfinity : 0;
   }
 
-  double of(const at::Tensor& part) const {
-    if (part.numel() == 0) return neutral();
+  // Of a part, as a tensor of one number on its device. REQUIRES: not empty.
+  at::Tensor of(const at::Tensor& part) const {
     switch (statistic_) {
       case GradientStatistic::kNorm: {
         // A norm of narrow numbers may be too large for their type.
         const auto type = part.scalar_type();
         const bool narrow = type == at::kHalf || type == at::kBFloat16;
         const auto dtype = narrow ? std::optional(at::kFloat) : std::nullopt;
-        const auto norm = at::linalg_vector_norm(part, norm_type_, std::nullopt, false, dtype);
-        return norm.item<double>();
+        return at::linalg_vector_norm(part, norm_type_, std::nullopt, false, dtype);
       }
       case GradientStatistic::kSum:
-        return part.sum(at::kDouble).item<double>();
+        return part.sum(at::kDouble);
       case GradientStatistic::kLargest:
-        return part.max().item<double>();
+        return part.max();
       case GradientStatistic::kSmallest:
-        return part.min().item<double>();
+        return part.min();
       case GradientStatistic::kNans:
-        return part.isnan().sum().item<double>();
+        return part.isnan().sum();
       case GradientStatistic::kInfinities:
-        return part.isinf().sum().item<double>();
+        return part.isinf().sum();
     }
-    return 0;
+    TORCH_INTERNAL_ASSERT(false, "shardstep: an unknown statistic");
   }
 
   double merge(double a, double b) const {
@@ -77,6 +82,27 @@ class Merging {
   double norm_type_;
 };
 
+// Tensors of one number each, for which the host waits once per device.
+class NumbersToRead {
+ public:
+  void add(const at::Tensor& number, double& into) {
+    auto& [numbers, targets] = by_device_[number.device()];
+    numbers.push_back(number.to(at::kDouble));
+    targets.push_back(&into);
+  }
+  void read() {
+    for (auto& [device, waiting] : by_device_) {
+      const auto numbers = at::stack(waiting.first).cpu();
+      const auto* data = numbers.const_data_ptr<double>();
+      for (size_t i = 0; i < waiting.second.size(); ++i) *waiting.second[i] = data[i];
+    }
+  }
+
+ private:
+  std::unordered_map<at::Device, std::pair<std::vector<at::Tensor>, std::vector<double*>>>
+      by_device_;
+};
+
 // FNV-1a.
 uint64_t hash_on(uint64_t hash, const std::string& text) {
   for (unsigned char byte : text) hash = (hash ^ byte) * 0x100000001b3u;
@@ -85,50 +111,70 @@ uint64_t hash_on(uint64_t hash, const std::string& text) {
 
 }  // namespace
 
-ShardedGradients::ShardedGradients(const ProcessGroupPtr& group, Exchange& exchange,
-                                   GradientReducer& reducer, detail::ParamAgreement& agreement,
+ShardedGradients::ShardedGradients(Exchange& control, Exchange& exchange, GradientReducer& reducer,
+                                   detail::ParamAgreement& agreement,
                                    const std::vector<at::Tensor>& params)
-    : group_(group),
+    : group_(exchange.process_group()),
+      control_(control),
       exchange_(exchange),
       reducer_(reducer),
       agreement_(agreement),
       params_(params) {}
 
-// The tensor of every rank, by rank.
-std::vector<at::Tensor> ShardedGradients::all_gather(const at::Tensor& own, MessageTag tag) const {
-  const auto device = detail::control_device(group_);
-  Parts parts(group_->getSize());
-  for (int rank = 0; rank < group_->getSize(); ++rank) {
-    parts[rank] = {rank == group_->getRank() ? own.to(device)
-                                             : at::empty_like(own, own.options().device(device))};
+// All ranks have made the same rounds then, and none is left over.
+void ShardedGradients::refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
+                                     const Posts& posts) {
+  reducer_.catch_up(rounds, 0, posts);
+  drop_all();
+  std::string got;
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    const auto& message = messages[rank];
+    got += c10::str(rank == 0 ? "" : ", ", message.rounds, " on rank ", rank, " (",
+                    message.forgotten_rounds, " forgotten",
+                    message.looks_back ? ", asks about its last step)" : ")");
   }
-  exchange_.all_gather(parts, tag)->wait();
-  std::vector<at::Tensor> tensors;
-  for (const auto& part : parts) tensors.push_back(part.front().cpu());
-  return tensors;
+  TORCH_CHECK(false,
+              "shardstep: expected the same synchronized backward passes and zero_grad() on every "
+              "rank when gradients are stepped with or looked at, got backward passes: ",
+              got,
+              "; the gradients are dropped: let every rank look at them, or none, use no_sync() "
+              "for passes that are not to be added up, and let a rank without a batch step() with "
+              "the others",
+              detail::who(group_));
 }
 
-void ShardedGradients::check_rounds(const std::vector<Message>& messages) const {
-  for (size_t rank = 1; rank < messages.size(); ++rank) {
-    TORCH_CHECK(messages[rank].rounds == messages[0].rounds,
-                "shardstep: expected equally many synchronized backward passes on every rank when "
-                "gradients are stepped with or looked at, got ",
-                messages[0].rounds, " on rank 0 and ", messages[rank].rounds, " on rank ", rank,
-                "; let every rank look at them, or none, and use no_sync() for passes that are not "
-                "to be added up",
-                detail::who(group_));
+// A rank that made fewer rounds had no batch then, and adds zeros. One that has added nothing also
+// follows a zero_grad() of the others; else its gradients may have met those that were forgotten.
+void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& posts) {
+  int64_t rounds = 0, forgotten = 0;
+  bool same = true, refused = false;
+  uint64_t changes = 0;
+  for (const auto& message : messages) {
+    rounds = std::max(rounds, message.rounds);
+    same = same && message.rounds == messages[0].rounds;
+    if (message.forgotten_rounds < forgotten) continue;
+    forgotten = message.forgotten_rounds;
+    changes = message.changes;
   }
+  for (auto& message : messages) {
+    const bool follows = message.forgotten_rounds < forgotten;
+    refused = refused || (follows && message.has_contributed) ||
+              (!same && (message.forgot_some || message.looks_back));
+    if (follows) message.changes = changes;
+  }
+  if (refused) refuse_rounds(messages, rounds, posts);
+  reducer_.catch_up(rounds, forgotten, posts);
 }
 
 void ShardedGradients::check_same_changes(const std::vector<Message>& messages) const {
   for (size_t rank = 1; rank < messages.size(); ++rank) {
     TORCH_CHECK(messages[rank].changes == messages[0].changes,
                 "shardstep: expected the same changes to the gradients on every rank before they "
-                "are looked at or stepped with, got others on rank ",
+                "are read or used in step(), got other changes on rank ",
                 rank,
-                " than on rank 0; scale and clip them on every rank by the same amount (a rank "
-                "without a batch: by clip_grad_norm_() of the optimizer), and let one rank alone "
-                "look at them before any rank changes them",
+                " than on rank 0; scale and clip them by the same amount on every rank (on a rank "
+                "without a batch, with the optimizer's clip_grad_norm_()), and read them on one "
+                "rank alone only before any rank changes them",
                 detail::who(group_));
   }
 }
@@ -138,46 +184,99 @@ void ShardedGradients::check_not_replaced(const std::vector<Message>& messages) 
     TORCH_CHECK(messages[rank].replaced < 0,
                 "shardstep: expected `.grad` as the backward pass left it, changed in place or set "
                 "to None, got another gradient for parameter ",
-                messages[rank].replaced, " on rank ", rank, detail::who(group_));
+                agreement_.label(messages[rank].replaced), " on rank ", rank, detail::who(group_));
   }
 }
 
-// Every rank comes here with what it wants to know; a rank that steps wants nothing more.
+ShardedGradients::Message ShardedGradients::message(const Question& question) {
+  return {.params = agreement_.summary(params_),
+          .rounds = reducer_.rounds(),
+          .forgotten_rounds = reducer_.forgotten_rounds(),
+          .forgot_some = reducer_.forgot_some(),
+          .has_contributed = reducer_.has_contributed() && !joined_,
+          .looks_back = !reducer_.made_round(),
+          .question = question,
+          .changes = changes_,
+          .replaced = reducer_.replaced()};
+}
+
+void ShardedGradients::check_message(const Message& message, int from) const {
+  const detail::PeerInput peer(group_, from);
+  const auto params = static_cast<int64_t>(params_.size());
+  peer.check("the backward passes", message.rounds, 0, reducer_.rounds() + kMostRoundsAhead);
+  peer.check("the forgotten backward passes", message.forgotten_rounds, 0, message.rounds);
+  peer.check("the replaced gradient", message.replaced, -1, params - 1);
+  const auto& [kind, which, norm_type] = message.question;
+  peer.check("the kind of a question", static_cast<int64_t>(kind), 0,
+             static_cast<int64_t>(Kind::kWhole));
+  const auto last = static_cast<int64_t>(GradientStatistic::kInfinities);
+  peer.check("the subject of a question", which, 0, kind == Kind::kWhole ? params - 1 : last);
+}
+
+// Every rank brings what it wants to know; a rank in before_step() wants nothing.
 std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& question) {
   reducer_.end_round();
   const auto& used_here = reducer_.used_here();
-  const auto size = static_cast<int64_t>(sizeof(Message) + used_here.size());
-  const Message own{.params = agreement_.summary(params_),
-                    .rounds = reducer_.rounds(),
-                    .question = question,
-                    .changes = changes_,
-                    .replaced = reducer_.replaced()};
-  auto bytes = at::empty({size}, at::kByte);
-  std::memcpy(bytes.data_ptr(), &own, sizeof(own));
-  std::copy(used_here.begin(), used_here.end(), bytes.data_ptr<uint8_t>() + sizeof(own));
+  auto posts = reducer_.posts();
+  const auto own_posts = posts;
+  const auto posts_size = posts.size() * sizeof(posts[0]);
+  const auto own = message(question);
+  auto bytes =
+      at::empty({static_cast<int64_t>(sizeof(own) + posts_size + used_here.size())}, at::kByte);
+  auto* const data = bytes.mutable_data_ptr<uint8_t>();
+  std::memcpy(data, &own, sizeof(own));
+  if (!posts.empty()) std::memcpy(data + sizeof(own), posts.data(), posts_size);
+  std::copy(used_here.begin(), used_here.end(), data + sizeof(own) + posts_size);
 
   std::vector<Message> messages;
-  std::vector<uint8_t> used(used_here.size());
-  for (const auto& tensor : all_gather(bytes, ControlMessage::kGradientMeeting)) {
-    std::memcpy(&messages.emplace_back(), tensor.const_data_ptr(), sizeof(Message));
-    const auto* flags = tensor.const_data_ptr<uint8_t>() + sizeof(Message);
-    for (size_t i = 0; i < used.size(); ++i) used[i] |= flags[i];
-  }
+  const auto received = detail::all_gather(control_, bytes, ControlMessage::kGradientMeeting);
+  SHARDSTEP_FAILURE_POINT("meeting: heard");
   std::vector<int64_t> summaries;
-  for (const auto& message : messages) summaries.push_back(message.params);
-  agreement_.check(exchange_, params_, summaries);
-  check_rounds(messages);
-  if (!reducer_.settled()) {
-    reducer_.settle(std::move(used));
-    known_.clear();
-    changes_ = 0;
-    for (auto& message : messages) message.changes = 0;
+  int64_t forgotten = 0;
+  for (const auto& tensor : received) {
+    std::memcpy(&messages.emplace_back(), tensor.const_data_ptr(), sizeof(Message));
+    check_message(messages.back(), static_cast<int>(messages.size()) - 1);
+    summaries.push_back(messages.back().params);
+    forgotten = std::max(forgotten, messages.back().forgotten_rounds);
   }
+  agreement_.check(control_, params_, summaries);
+  std::vector<uint8_t> used(used_here.size());
+  bool same_forgotten = true;
+  for (size_t rank = 0; rank < received.size(); ++rank) {
+    const auto* theirs = received[rank].const_data_ptr<uint8_t>() + sizeof(Message);
+    for (size_t b = 0; b < posts.size(); ++b) {
+      GradientReducer::Posts made;
+      std::memcpy(&made, theirs + b * sizeof(made), sizeof(made));
+      const detail::PeerInput peer(group_, static_cast<int>(rank));
+      peer.check("the posts of a bucket", made.made, 0, own_posts[b].made + kMostRoundsAhead);
+      peer.check("the forgotten posts of a bucket", made.forgotten, 0, made.made);
+      posts[b].made = std::max(posts[b].made, made.made);
+      posts[b].forgotten = std::max(posts[b].forgotten, made.forgotten);
+    }
+    if (messages[rank].forgotten_rounds < forgotten) {
+      same_forgotten = false;
+      continue;
+    }
+    for (size_t i = 0; i < used.size(); ++i) used[i] |= theirs[posts_size + i];
+  }
+  line_up(messages, posts);
+  check_same_changes(messages);
+  if (!reducer_.settled() || !same_forgotten) {
+    const int64_t unfit = GradientReducer::first_unfit(used);
+    TORCH_CHECK_VALUE(unfit < 0, "shardstep: expected the gradient of parameter ",
+                      agreement_.label(unfit),
+                      " to have the dtype, device and size of the parameter that the optimizer was "
+                      "given, got a different one in a backward pass; create a new optimizer after "
+                      "changing the model",
+                      detail::who(group_));
+    reducer_.settle(std::move(used));
+    forget_changes();
+  }
+  met_ = true;
   return messages;
 }
 
 void ShardedGradients::answer(const std::vector<Message>& messages) {
-  check_same_changes(messages);
   std::vector<Question> asked;  // each once, in order of rank
   for (const auto& message : messages) {
     if (std::find(asked.begin(), asked.end(), message.question) == asked.end()) {
@@ -191,8 +290,8 @@ void ShardedGradients::answer(const std::vector<Message>& messages) {
       const auto own = own_values(question);
       const Merging merging(static_cast<GradientStatistic>(question.which), question.norm_type);
       auto& values = known_[question];
-      for (const auto& tensor :
-           all_gather(at::tensor(own, at::kDouble), ControlMessage::kGradientValues)) {
+      for (const auto& tensor : detail::all_gather(control_, at::tensor(own, at::kDouble),
+                                                   ControlMessage::kGradientValues)) {
         const auto* theirs = tensor.const_data_ptr<double>();
         if (values.empty()) values.assign(own.size(), merging.neutral());
         for (size_t i = 0; i < values.size(); ++i) values[i] = merging.merge(values[i], theirs[i]);
@@ -207,17 +306,20 @@ std::vector<double> ShardedGradients::own_values(const Question& question) {
   const bool together = question.kind == Kind::kSquares;
   if (together) {
     const auto squares = changes_ == 0 ? reducer_.squares() : std::nullopt;
-    reducer_.want_squares();  // who asks once asks again
+    reducer_.want_squares();  // a program that asks once will ask again
     if (squares) return {std::sqrt(*squares)};
   }
-  std::vector<double> values;
-  double total = merging.neutral();
-  for (int64_t param = 0; param < static_cast<int64_t>(reducer_.used_here().size()); ++param) {
-    const auto own = reducer_.own(param);
-    values.push_back(own.defined() ? merging.of(own) : merging.neutral());
-    total = merging.merge(total, values.back());
+  std::vector<double> values(reducer_.used_here().size(), merging.neutral());
+  NumbersToRead numbers;
+  for (size_t param = 0; param < values.size(); ++param) {
+    const auto own = reducer_.own(static_cast<int64_t>(param));
+    if (own.defined() && own.numel() > 0) numbers.add(merging.of(own), values[param]);
   }
-  return together ? std::vector<double>{total} : values;
+  numbers.read();
+  if (!together) return values;
+  double total = merging.neutral();
+  for (double value : values) total = merging.merge(total, value);
+  return {total};
 }
 
 at::Tensor ShardedGradients::gather_whole(int64_t param) {
@@ -239,14 +341,16 @@ at::Tensor ShardedGradients::gather_whole(int64_t param) {
 
 void ShardedGradients::ask(const Question& question) {
   if (!reducer_.made_round()) {
-    // Others may be in their next backward pass already, and must get to where they hear of this.
-    reducer_.has_sums() ? reducer_.give_back_sums() : reducer_.make_round();
+    // The others may already be in their next backward pass, and must be able to reach the meeting.
+    // Where there is one order, they may have begun with their messages.
+    const bool looks_back = reducer_.has_sums() && exchange_.any_order();
+    looks_back ? reducer_.keep_sums() : reducer_.make_round();
   }
   answer(meet(question));
 }
 
 void ShardedGradients::settle() {
-  if (!reducer_.settled()) ask({.kind = Kind::kSettle});
+  if (!is_current()) ask({.kind = Kind::kSettle});
 }
 
 const std::vector<double>& ShardedGradients::statistic(GradientStatistic statistic,
@@ -254,7 +358,7 @@ const std::vector<double>& ShardedGradients::statistic(GradientStatistic statist
   TORCH_CHECK_VALUE(norm_type >= 0, "shardstep: expected a norm type of 0 or more, got ", norm_type,
                     detail::who(group_));
   const Question question{Kind::kStatistic, static_cast<int64_t>(statistic), norm_type};
-  if (!reducer_.settled() || !known_.contains(question)) ask(question);
+  if (!knows(question)) ask(question);
   return known_.at(question);
 }
 
@@ -262,9 +366,8 @@ double ShardedGradients::total_norm(double norm_type) {
   const Merging merging(GradientStatistic::kNorm, norm_type);
   const Question each{Kind::kStatistic, static_cast<int64_t>(GradientStatistic::kNorm), norm_type};
   const Question together{Kind::kSquares, static_cast<int64_t>(GradientStatistic::kNorm), 2};
-  const bool is_known = reducer_.settled() && known_.contains(each);
-  if (norm_type == 2 && !is_known) {
-    if (!reducer_.settled() || !known_.contains(together)) ask(together);
+  if (norm_type == 2 && !knows(each)) {
+    if (!knows(together)) ask(together);
     return known_.at(together).front();
   }
   double total = merging.neutral();
@@ -274,8 +377,8 @@ double ShardedGradients::total_norm(double norm_type) {
   return total;
 }
 
-// A norm of type 2 is wanted by clipping next, and costs as much as another. If it is not finite,
-// the squares may have been too large.
+// Clipping will ask for the 2-norm next, and it costs no more than another. If it is not finite,
+// the squares may have overflowed.
 std::vector<bool> ShardedGradients::finite() {
   std::vector<bool> result;
   for (double norm : statistic(GradientStatistic::kNorm, 2)) result.push_back(std::isfinite(norm));
@@ -309,9 +412,9 @@ void ShardedGradients::changed(int64_t param, const std::string& how) {
   known_.clear();
 }
 
-// Whether what is known of a gradient could be made to fit.
+// Whether the known answers for a gradient could be scaled along.
 bool ShardedGradients::scale_known(int64_t param, double factor) {
-  const auto type = reducer_.reduced(param).param.scalar_type();
+  const auto type = reducer_.sum_dtype(param);
   if ((type != at::kFloat && type != at::kDouble) || !std::isfinite(factor)) return false;
   for (auto& [question, values] : known_) {
     if (question.kind != Kind::kStatistic) return false;
@@ -320,7 +423,7 @@ bool ShardedGradients::scale_known(int64_t param, double factor) {
     if (statistic >= GradientStatistic::kNans) return false;
     if (statistic != GradientStatistic::kNorm && factor < 0) return false;
     auto& value = values[param];
-    // So small that numbers may have become zero, or so large that they overflow.
+    // Too small, so that numbers may have become zero, or so large that they overflow.
     const double scaled =
         value * (statistic == GradientStatistic::kNorm ? std::abs(factor) : factor);
     if (!(value == 0) && !(std::abs(scaled) > 1e-20 && std::abs(scaled) < 1e20)) return false;
@@ -333,7 +436,7 @@ void ShardedGradients::scale(const std::vector<int64_t>& params, double factor) 
   at::NoGradGuard no_grad;
   settle();
   if (factor == 1) return;
-  // What float32 has of it is the same on every rank.
+  // Rounded to float32, it is the same on every rank.
   const auto how = c10::str("scale ", static_cast<float>(factor));
   known_.erase({Kind::kSquares, static_cast<int64_t>(GradientStatistic::kNorm), 2});
   for (int64_t param : params) {
@@ -358,11 +461,24 @@ void ShardedGradients::clamp(const std::vector<int64_t>& params, std::optional<d
   }
 }
 
-void ShardedGradients::zero(const std::vector<int64_t>& params) {
-  for (int64_t param : params) {
-    reducer_.zero(param);
-    changed(param, "zero");
-  }
+void ShardedGradients::zero(int64_t param) {
+  reducer_.zero(param);
+  changed(param, "zero");
+}
+
+void ShardedGradients::zero_all() {
+  reducer_.zero_all();
+  forget_changes();
+}
+
+void ShardedGradients::drop_all() {
+  reducer_.reset();
+  forget_changes();
+}
+
+void ShardedGradients::forget_changes() {
+  known_.clear();
+  changes_ = 0;
 }
 
 void ShardedGradients::before_step() {
@@ -372,12 +488,14 @@ void ShardedGradients::before_step() {
     const bool all_step = std::all_of(messages.begin(), messages.end(), [](const Message& message) {
       return message.question.kind == Kind::kStep;
     });
-    if (all_step) {
-      check_same_changes(messages);
-      return check_not_replaced(messages);
-    }
+    if (all_step) return check_not_replaced(messages);
     answer(messages);
   }
+}
+
+void ShardedGradients::after_step() {
+  reducer_.next_step();
+  met_ = false;
 }
 
 }  // namespace shardstep

@@ -1,10 +1,10 @@
 #pragma once
 
-// Stage 2: what can be asked of gradients that are divided among the ranks, and done to them.
-// A question is collective, and all of a round are answered together: norms of all parameters take
-// one exchange. Ranks need not ask the same: whoever is in before_step(), or asks something else,
-// answers too. Changes are local, and must be the same on every rank: questions and before_step()
-// check that.
+// Stage 2: queries and changes of gradients that are divided among the ranks.
+// A question is collective and answered for all parameters together: norms of all parameters take
+// one exchange. Ranks need not ask the same: a rank that is in before_step(), or asks something
+// else, answers too. Changes are local and must be the same on every rank, which questions and
+// before_step() check.
 // Thread safety: one thread at a time.
 
 #include <map>
@@ -32,12 +32,13 @@ enum class GradientStatistic : int64_t {
 
 class SHARDSTEP_API ShardedGradients {
  public:
-  // REQUIRES: more than one rank; what is given outlives this.
-  ShardedGradients(const ProcessGroupPtr& group, Exchange& exchange, GradientReducer& reducer,
+  // REQUIRES: more than one rank; the arguments outlive this.
+  // `control` moves what the host reads, `exchange` gradients.
+  ShardedGradients(Exchange& control, Exchange& exchange, GradientReducer& reducer,
                    detail::ParamAgreement& agreement, const std::vector<at::Tensor>& params);
 
-  // Of each parameter's whole gradient, by index; of one that is not there, what changes nothing.
-  // `norm_type` may be infinite, and counts for kNorm only. Collective.
+  // The statistic of each parameter's whole gradient, by index; a neutral value if there is none.
+  // `norm_type` may be infinite, and is used for kNorm only. Collective.
   const std::vector<double>& statistic(GradientStatistic statistic, double norm_type = 0);
   // Of all gradients together. Collective.
   double total_norm(double norm_type);
@@ -46,23 +47,29 @@ class SHARDSTEP_API ShardedGradients {
   // The gradient of a parameter, whole, in its shape and memory order; undefined if there is none.
   // Collective.
   at::Tensor whole(int64_t param);
-  // Ends the rounds so far: all gradients are final then. Collective.
+  // Ends the rounds so far, so that all gradients are final. Collective.
   void settle();
 
   // What this rank owns of a parameter's gradient, in memory order; undefined if it owns nothing or
-  // there is no gradient. Who changes it calls changed().
+  // there is no gradient. Call changed() after changing it.
   at::Tensor own(int64_t param);
   bool has_gradient(int64_t param);
   void changed(int64_t param, const std::string& how);
   void scale(const std::vector<int64_t>& params, double factor);
   void clamp(const std::vector<int64_t>& params, std::optional<double> min,
              std::optional<double> max);
-  // The only one that needs no answer of the others.
-  void zero(const std::vector<int64_t>& params);
+  // These need no answer of the others.
+  void zero(int64_t param);
+  void zero_all();
+  void drop_all();  // there are none then
 
-  // The gradients are final, and the same was done to them everywhere; throws on every rank if not.
+  // A rank that has joined forgets gradients when the others do.
+  void set_joined(bool joined) { joined_ = joined; }
+
+  // Makes the gradients final; throws on every rank unless all ranks made the same changes to them.
   // Collective.
   void before_step();
+  void after_step();
 
  private:
   enum class Kind : int64_t { kStep, kSettle, kStatistic, kSquares, kWhole };
@@ -72,35 +79,51 @@ class SHARDSTEP_API ShardedGradients {
     double norm_type = 0;
     auto operator<=>(const Question&) const = default;
   };
-  // What a rank brings to a meeting; the flags of used parameters follow it.
+  // What a rank brings to a meeting; its posts by bucket and the flags of used parameters follow.
   struct Message {
     int64_t params = 0;  // a summary of the parameters
     int64_t rounds = 0;
+    int64_t forgotten_rounds = 0;
+    // Not bool, of which a damaged rank could send one that is neither.
+    uint8_t forgot_some = 0;
+    uint8_t has_contributed = 0;
+    uint8_t looks_back = 0;  // at the gradients of the last step
     Question question;
     uint64_t changes = 0;
     int64_t replaced = -1;
   };
 
+  // Whether no rank can have another gradient than when the ranks last met.
+  bool is_current() const { return reducer_.settled() && met_; }
+  bool knows(const Question& question) const { return is_current() && known_.contains(question); }
   void ask(const Question& question);
   std::vector<Message> meet(const Question& question);
   void answer(const std::vector<Message>& messages);
-  void check_rounds(const std::vector<Message>& messages) const;
+  using Posts = std::vector<GradientReducer::Posts>;  // by bucket
+  Message message(const Question& question);
+  void line_up(std::vector<Message>& messages, const Posts& posts);
+  [[noreturn]] void refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
+                                  const Posts& posts);
+  void check_message(const Message& message, int from) const;
   void check_same_changes(const std::vector<Message>& messages) const;
   void check_not_replaced(const std::vector<Message>& messages) const;
   std::vector<double> own_values(const Question& question);
   at::Tensor gather_whole(int64_t param);
-  std::vector<at::Tensor> all_gather(const at::Tensor& own, MessageTag tag) const;
   void note(int64_t param, const std::string& how);
+  void forget_changes();
   bool scale_known(int64_t param, double factor);
 
   ProcessGroupPtr group_;
+  Exchange& control_;
   Exchange& exchange_;
   GradientReducer& reducer_;
   detail::ParamAgreement& agreement_;
   const std::vector<at::Tensor>& params_;
-  std::map<Question, std::vector<double>> known_;  // of the gradients as they are
+  std::map<Question, std::vector<double>> known_;  // answers for the current gradients
   std::optional<std::pair<int64_t, at::Tensor>> whole_;
-  uint64_t changes_ = 0;  // since the round: a digest of what was done in which order
+  uint64_t changes_ = 0;  // a digest of the changes since the round, in order
+  bool met_ = false;      // since the last step: others may have had a batch then
+  bool joined_ = false;
 };
 
 }  // namespace shardstep

@@ -6,16 +6,15 @@
 namespace shardstep {
 namespace {
 
-// No backend has this key: every operation on such a tensor comes to the fallback below.
+// No backend has this key, so every operation on such a tensor reaches the fallback below.
 constexpr auto kStandInKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
-// Optimizer::zero_grad() of torch detaches a gradient before it drops it.
+// torch's Optimizer::zero_grad() detaches a gradient before it drops it.
 void refuse_operation(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (op.schema().name() == "aten::detach_") return;  // leaves its argument as the result
-  TORCH_CHECK(false, "shardstep: expected an operation on a whole gradient, got ",
-              op.schema().name(),
+  TORCH_CHECK(false, "shardstep: expected a whole gradient, got ", op.schema().name(),
               " on one that is divided among the ranks (stage 2); call clip_grad_norm_(), "
-              "clip_grad_value_() or full_gradient() of the optimizer");
+              "clip_grad_value_() or full_gradient() of the optimizer instead");
 }
 
 }  // namespace

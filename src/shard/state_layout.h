@@ -1,6 +1,6 @@
 #pragma once
 
-// How a parameter's optimizer state is divided as the parameter is.
+// How a parameter's optimizer state is divided along with the parameter.
 
 #include <ATen/ATen.h>
 
@@ -15,15 +15,16 @@ inline bool is_cut(const at::Tensor& tensor, Range elements, Sharding sharding) 
   return sharding == Sharding::kElement && tensor.dim() == 1 && tensor.numel() == elements.size();
 }
 
-// Whether a whole state tensor has one element for each of the parameter's. A step counter never
-// has, also not for a parameter without axes.
+// Whether a whole state tensor has one element per element of the parameter. A step counter never
+// has, even for a 0-d parameter.
 inline bool like_param(const std::string& key, at::IntArrayRef sizes, const at::Tensor& param) {
   return key != "step" && sizes == param.sizes();
 }
 
-// The dtype that state of the parameter's shape has once it is loaded.
-inline at::ScalarType state_dtype(at::ScalarType dtype, const at::Tensor& param) {
-  return param.is_floating_point() && at::isFloatingType(dtype) ? param.scalar_type() : dtype;
+// The dtype of state of the parameter's shape after loading. `local` is what the local optimizer
+// updates.
+inline at::ScalarType state_dtype(at::ScalarType dtype, const at::Tensor& local) {
+  return local.is_floating_point() && at::isFloatingType(dtype) ? local.scalar_type() : dtype;
 }
 
 }  // namespace shardstep::detail

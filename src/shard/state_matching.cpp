@@ -1,5 +1,7 @@
 #include "shard/state_matching.h"
 
+#include "shard/master_param.h"
+
 namespace shardstep::detail {
 
 GroupParams params_of(const std::vector<StateDict::ParamGroup>& groups) {
@@ -28,9 +30,9 @@ std::map<int64_t, int64_t> match_params(const GroupParams& saved, const GroupPar
 
 void check_state_shape(const std::string& key, at::IntArrayRef shape, int64_t index,
                        const at::Tensor& param, bool known_elementwise, const std::string& where) {
-  TORCH_CHECK_VALUE(!known_elementwise || shape.empty() || shape == param.sizes(),
-                    "shardstep: expected ", key, " of parameter ", index, " with shape ",
-                    param.sizes(), ", got ", shape, where);
+  const bool any_shape = key != kMasterKey && (!known_elementwise || shape.empty());
+  TORCH_CHECK_VALUE(any_shape || shape == param.sizes(), "shardstep: expected ", key,
+                    " of parameter ", index, " with shape ", param.sizes(), ", got ", shape, where);
 }
 
 }  // namespace shardstep::detail

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "comm/agreement.h"
+#include "comm/peer_input.h"
 #include "launch/who.h"
 #include "shard/state_layout.h"
 
@@ -12,12 +13,12 @@ namespace {
 
 constexpr int64_t kInlineBytes = 64;
 
-// How a value travels.
+// How a value is sent.
 enum class Form : int64_t {
   kBytes,   // in the catalogue
   kInline,  // a small tensor, in the catalogue
   kWhole,   // a tensor of any shape
-  kCut,     // a tensor with one element for each of the slice's
+  kCut,     // a tensor with one element per element of the slice
 };
 
 struct Entry {
@@ -29,7 +30,7 @@ struct Entry {
 };
 
 // What one rank has to send: for each of its slices, in order, the values of its state. A slice
-// without state is not a slice with an empty one.
+// without state differs from a slice with empty state.
 struct SliceEntries {
   bool has_state = false;
   std::vector<Entry> entries;
@@ -52,25 +53,29 @@ class Writer {
 
 class Reader {
  public:
-  explicit Reader(std::string bytes) : bytes_(std::move(bytes)) {}
-  int64_t number() {
+  Reader(std::string bytes, const detail::PeerInput& peer)
+      : bytes_(std::move(bytes)), peer_(peer) {}
+  // Of what it counts, each takes some bytes.
+  int64_t count() { return number("a count in a catalogue of state", 0, left()); }
+  int64_t number(const char* what, int64_t least, int64_t most) {
     int64_t value = 0;
     std::memcpy(&value, take(sizeof(value)), sizeof(value));
-    return value;
+    return peer_.check(what, value, least, most);
   }
   std::string string() {
-    const int64_t size = number();
+    const int64_t size = count();
     return {take(size), static_cast<size_t>(size)};
   }
 
  private:
+  int64_t left() const { return static_cast<int64_t>(bytes_.size()) - at_; }
   const char* take(int64_t size) {
-    TORCH_INTERNAL_ASSERT(size >= 0 && at_ + size <= static_cast<int64_t>(bytes_.size()),
-                          "shardstep: a catalogue of optimizer state ends early");
+    peer_.require(size <= left(), "a catalogue of optimizer state that ends early");
     at_ += size;
     return bytes_.data() + at_ - size;
   }
   std::string bytes_;
+  const detail::PeerInput& peer_;
   int64_t at_ = 0;
 };
 
@@ -92,20 +97,36 @@ std::string encode(const Catalogue& catalogue) {
   return out.bytes();
 }
 
-Catalogue decode(std::string bytes) {
-  Reader in(std::move(bytes));
-  Catalogue catalogue(in.number());
+void decode_entry(Reader& in, const detail::PeerInput& peer, Entry& entry) {
+  constexpr int64_t kMostElements = int64_t{1} << 50;
+  entry.name = in.string();
+  entry.form = static_cast<Form>(in.number("a form of state", 0, static_cast<int64_t>(Form::kCut)));
+  entry.bytes = in.string();
+  entry.dtype = static_cast<at::ScalarType>(
+      in.number("a dtype", 0, static_cast<int64_t>(at::ScalarType::NumOptions) - 1));
+  entry.sizes.resize(in.count());
+  int64_t numel = 1;
+  for (auto& size : entry.sizes) {
+    size = in.number("a size of state", 0, kMostElements);
+    numel = peer.check("the elements of state", size == 0 ? 0 : numel, 0,
+                       kMostElements / std::max<int64_t>(size, 1)) *
+            size;
+  }
+  if (entry.form != Form::kInline) return;
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(entry.dtype));
+  peer.require(static_cast<int64_t>(entry.bytes.size()) == bytes,
+               "state of another size than it says");
+}
+
+// What a rank with so many slices sent.
+Catalogue decode(std::string bytes, size_t slices, const detail::PeerInput& peer) {
+  Reader in(std::move(bytes), peer);
+  const auto expected = static_cast<int64_t>(slices);
+  Catalogue catalogue(in.number("the slices in a catalogue of state", expected, expected));
   for (auto& [has_state, entries] : catalogue) {
-    has_state = in.number() != 0;
-    entries.resize(in.number());
-    for (auto& entry : entries) {
-      entry.name = in.string();
-      entry.form = static_cast<Form>(in.number());
-      entry.bytes = in.string();
-      entry.dtype = static_cast<at::ScalarType>(in.number());
-      entry.sizes.resize(in.number());
-      for (auto& size : entry.sizes) size = in.number();
-    }
+    has_state = in.number("whether a slice has state", 0, 1) != 0;
+    entries.resize(in.count());
+    for (auto& entry : entries) decode_entry(in, peer, entry);
   }
   return catalogue;
 }
@@ -149,8 +170,8 @@ StateValue& value_named(ParamState& state, const std::string& name) {
 
 using Slices = std::vector<const Slice*>;
 
-// What this rank has to say of each of its slices.
-Catalogue catalogue_of(const Slices& slices, const EngineState& local, Sharding sharding) {
+// This rank's entries for each of its slices.
+Catalogue catalogue_of(const Slices& slices, const EngineState& local, const Partition& partition) {
   Catalogue catalogue(slices.size());
   for (size_t i = 0; i < slices.size(); ++i) {
     const auto found = local.find(slices[i]->param);
@@ -158,16 +179,18 @@ Catalogue catalogue_of(const Slices& slices, const EngineState& local, Sharding 
     catalogue[i].has_state = true;
     for (const auto& value : found->second) {
       const bool cut =
-          value.tensor.defined() && detail::is_cut(value.tensor, slices[i]->elements, sharding);
+          value.tensor.defined() &&
+          detail::is_cut(value.tensor, slices[i]->elements, partition.sharding(slices[i]->param));
       catalogue[i].entries.push_back(entry_of(value, cut));
     }
   }
   return catalogue;
 }
 
-// Everyone's catalogue on `to`; nothing elsewhere. Collective.
-std::vector<Catalogue> gather_catalogues(Exchange& exchange, const ProcessGroupPtr& group,
+// Every rank's catalogue on `to`; nothing on other ranks. Collective.
+std::vector<Catalogue> gather_catalogues(Exchange& exchange, const Partition& partition,
                                          const Catalogue& own, int to) {
+  const auto& group = exchange.process_group();
   const auto device = detail::control_device(group);
   const auto text = encode(own);
   auto text_tensor = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
@@ -180,8 +203,11 @@ std::vector<Catalogue> gather_catalogues(Exchange& exchange, const ProcessGroupP
   exchange.gather({size}, sizes, to, ControlMessage::kStateSizes)->wait();
   for (int rank = 0; target && rank < group->getSize(); ++rank) {
     if (rank == to) continue;
-    texts[rank] = {
-        at::empty({sizes[rank][0].item<int64_t>()}, at::TensorOptions(at::kByte).device(device))};
+    constexpr int64_t kMostText = int64_t{1} << 36;
+    const int64_t bytes = detail::PeerInput(group, rank)
+                              .check("the size of a catalogue of state",
+                                     sizes[rank][0].item<int64_t>(), 0, kMostText);
+    texts[rank] = {at::empty({bytes}, at::TensorOptions(at::kByte).device(device))};
   }
   exchange.gather({text_tensor.to(device)}, texts, to, ControlMessage::kStateCatalogues)->wait();
 
@@ -193,7 +219,8 @@ std::vector<Catalogue> gather_catalogues(Exchange& exchange, const ProcessGroupP
     }
     const auto bytes = texts[rank][0].cpu();
     const auto* data = static_cast<const char*>(bytes.const_data_ptr());
-    catalogues.push_back(decode(std::string(data, data + bytes.numel())));
+    catalogues.push_back(decode(std::string(data, data + bytes.numel()),
+                                partition.owned(rank).size(), detail::PeerInput(group, rank)));
   }
   return catalogues;
 }
@@ -219,8 +246,8 @@ std::vector<at::Tensor> outgoing(const std::vector<at::Tensor>& params, const Sl
   return tensors;
 }
 
-// Where the same tensors belong in the whole state, which gets room for them. What came with the
-// catalogue is put there at once.
+// Where the same tensors belong in the whole state, in which memory for them is allocated. Values
+// in the catalogue are stored right away.
 std::vector<at::Tensor> places(const std::vector<at::Tensor>& params, const Slices& slices,
                                const Catalogue& catalogue, EngineState& whole, size_t bucket) {
   std::vector<at::Tensor> tensors;
@@ -250,7 +277,7 @@ std::vector<at::Tensor> places(const std::vector<at::Tensor>& params, const Slic
   return tensors;
 }
 
-// Tensors to receive into: the places themselves where messages can land in them.
+// Tensors to receive into: the destinations themselves if messages can be received there.
 std::vector<at::Tensor> landing(const std::vector<at::Tensor>& places, at::Device device) {
   if (device.is_cpu()) return places;
   std::vector<at::Tensor> tensors;
@@ -272,7 +299,7 @@ at::Tensor cut_tensor(const ShardEngine& engine, const Slice& slice, const std::
   const auto& param = engine.param(slice.param);
   if (!detail::like_param(name, whole.sizes(), param)) return whole.clone();
   auto ordered = in_order_of(param, whole);
-  if (engine.options().sharding == Sharding::kElement) {
+  if (engine.sharding(slice.param) == Sharding::kElement) {
     ordered = flat_view(ordered).narrow(0, slice.elements.begin, slice.elements.size());
   }
   return ordered.to(ordered.options().device(param.device()), false, /*copy=*/true);
@@ -286,10 +313,11 @@ EngineState gather_state(const ShardEngine& engine, const EngineState& local, in
                     detail::who(engine.process_group()));
   at::NoGradGuard no_grad;
   const auto own_slices = engine.partition().owned(engine.rank());
-  const auto own = catalogue_of(own_slices, local, engine.options().sharding);
+  const auto own = catalogue_of(own_slices, local, engine.partition());
   Exchange* const exchange = engine.exchange();
-  const auto catalogues = exchange ? gather_catalogues(*exchange, engine.process_group(), own, to)
-                                   : std::vector<Catalogue>{own};
+  const auto catalogues = exchange
+                              ? gather_catalogues(engine.control(), engine.partition(), own, to)
+                              : std::vector<Catalogue>{own};
   std::vector<Slices> slices;
   for (size_t r = 0; r < catalogues.size(); ++r) {
     slices.push_back(engine.partition().owned(static_cast<int>(r)));
@@ -304,7 +332,7 @@ EngineState gather_state(const ShardEngine& engine, const EngineState& local, in
       received.push_back(landing(targets[r], engine.buckets()[b].params().front().device()));
     }
     if (exchange)
-      exchange->gather(sent, received, to, MessageTag::bucket(static_cast<int64_t>(b)))->wait();
+      exchange->gather(sent, received, to, {MessageKind::kState, static_cast<int64_t>(b)})->wait();
     for (size_t r = 0; r < targets.size(); ++r) {
       copy_all(static_cast<int>(r) == engine.rank() ? sent : received[r], targets[r]);
     }

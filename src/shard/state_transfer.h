@@ -1,6 +1,6 @@
 #pragma once
 
-// Optimizer state between ranks: gathered whole from the parts that ranks hold, and cut into these.
+// Gathers optimizer state from the parts that ranks hold, and cuts whole state into these.
 
 #include <ATen/ATen.h>
 
@@ -24,12 +24,12 @@ using ParamState = std::vector<StateValue>;
 // By parameter index across groups.
 using EngineState = std::map<int64_t, ParamState>;
 
-// The state of all ranks on rank `to`, whole and on the CPU; empty elsewhere. Tensors go to `to`
-// alone, a bucket at a time. Collective.
+// The state of all ranks on rank `to`, whole and on the CPU; empty on other ranks. Tensors go to
+// `to` alone, one bucket at a time. Collective.
 SHARDSTEP_API EngineState gather_state(const ShardEngine& engine, const EngineState& local, int to);
 
 // A copy of this rank's share of a whole state, on the parameters' devices. Tensors keep their
-// dtype: what it is to be is the local optimizer's business.
+// dtype; the local optimizer may convert them.
 SHARDSTEP_API EngineState cut_state(const ShardEngine& engine, const EngineState& whole);
 
 }  // namespace shardstep

@@ -1,57 +1,30 @@
-// ZeroRedundancyOptimizer's checkpoints: what of the module, generators and local optimizer goes
-// into them and comes out.
+// ZeroRedundancyOptimizer's checkpoints: what goes into them from the module, the generators and
+// the local optimizer, and back.
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <torch/nn/module.h>
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <unordered_map>
 #include <unordered_set>
 
 #include "checkpoint/checkpointer.h"
 #include "shard/shard_engine.h"
+#include "shard/state_transfer.h"
 #include "shardstep/zero_redundancy_optimizer.h"
+#include "zero/module_tensors.h"
+#include "zero/param_names.h"
 
 namespace shardstep {
 namespace {
 
-// Tied tensors have one name, the first.
-std::vector<ModuleTensor> tensors_of(const torch::nn::Module* module) {
-  std::vector<ModuleTensor> tensors;
-  if (module == nullptr) return tensors;
-  std::unordered_set<const void*> seen;
-  auto add = [&](const auto& items, bool is_buffer) {
-    for (const auto& item : items) {
-      if (!item.value().defined() || !seen.insert(item.value().unsafeGetTensorImpl()).second) {
-        continue;
-      }
-      tensors.push_back({item.key(), item.value(), is_buffer});
-    }
-  };
-  add(module->named_parameters(), false);
-  add(module->named_buffers(), true);
-  return tensors;
-}
-
-std::vector<std::string> names_of(const ShardEngine& engine,
-                                  const std::vector<ModuleTensor>& module) {
-  if (module.empty()) return {};
-  std::unordered_map<const void*, std::string> by_tensor;
-  for (const auto& [name, tensor, is_buffer] : module) {
-    by_tensor.emplace(tensor.unsafeGetTensorImpl(), name);
-  }
-  std::vector<std::string> names;
-  for (int64_t i = 0; i < engine.param_count(); ++i) {
-    const auto found = by_tensor.find(engine.param(i).unsafeGetTensorImpl());
-    names.push_back(found == by_tensor.end() ? "" : found->second);
-  }
-  return names;
-}
-
-// The generators that torch's functions use unless told otherwise, by device type.
+// torch's default generators, by device type: the CPU's and the current accelerator's.
 std::map<std::string, at::Generator> generators() {
   std::map<std::string, at::Generator> generators{{"cpu", at::detail::getDefaultCPUGenerator()}};
-  if (at::hasCUDA()) {
-    generators.emplace("cuda", at::globalContext().defaultGenerator(at::Device(at::kCUDA)));
+  if (const auto type = at::getAccelerator()) {
+    const auto device = c10::impl::VirtualGuardImpl(*type).getDevice();
+    generators.emplace(c10::DeviceTypeName(*type, /*lower_case=*/true),
+                       at::globalContext().defaultGenerator(device));
   }
   return generators;
 }
@@ -89,6 +62,25 @@ NamedValues from_dict(const c10::IValue& dict) {
   return values;
 }
 
+// Where a state has no masters, they start from the module's parameters as they were saved, which
+// may have been wider.
+void take_module_as_masters(const ShardEngine& engine, const std::vector<ModuleTensor>& module,
+                            const std::vector<at::Tensor>& saved,
+                            std::map<int64_t, at::Tensor>& masters) {
+  std::unordered_map<const void*, size_t> position_of;
+  for (size_t i = 0; i < saved.size(); ++i) {
+    position_of.emplace(module[i].tensor.unsafeGetTensorImpl(), i);
+  }
+  EngineState whole;
+  for (int64_t index = 0; index < engine.param_count(); ++index) {
+    const auto found = position_of.find(engine.param(index).unsafeGetTensorImpl());
+    const auto given = masters.find(index);
+    if (found == position_of.end() || (given != masters.end() && given->second.defined())) continue;
+    if (engine.has_master(index)) whole[index] = {{kMasterKey, saved[found->second], {}}};
+  }
+  for (auto& [index, values] : cut_state(engine, whole)) masters[index] = values.front().tensor;
+}
+
 }  // namespace
 
 void ZeroRedundancyOptimizer::save_checkpoint(const std::string& directory,
@@ -100,8 +92,9 @@ void ZeroRedundancyOptimizer::save_checkpoint(const std::string& directory,
   try {
     content.state = read_local_state();
     content.param_groups = whole_state_dict({}).param_groups;
-    content.module = tensors_of(options.module().get());
-    content.names = names_of(*engine_, content.module);
+    content.module = detail::module_tensors(options.module().get());
+    content.names = detail::param_names((options.module() ? options.module() : module_).get(),
+                                        engine_->params());
     if (options.rng()) content.rng = read_rng();
     if (!options.extra().is_empty()) content.extra = to_dict(options.extra());
   } catch (...) {
@@ -111,6 +104,7 @@ void ZeroRedundancyOptimizer::save_checkpoint(const std::string& directory,
   how.mode = options.asynchronous() ? SaveMode::kBackground : SaveMode::kBlocking;
   how.progress = options.progress();
   how.timeout = options.timeout();
+  how.keep_last = options.keep_last();
   checkpointer_->save(directory, std::move(content), how, error);
 }
 
@@ -130,31 +124,37 @@ NamedValues ZeroRedundancyOptimizer::load_checkpoint(const std::string& director
   adopt_new_groups(nullptr);
   CheckpointTarget target;
   target.param_groups = whole_state_dict({}).param_groups;
-  target.module = tensors_of(options.module().get());
-  target.names = names_of(*engine_, target.module);
-  target.known_elementwise = local_.elementwise && is_known_elementwise(local_.name);
-  target.defaults = local_.read_options(*local_.defaults);
+  target.module = detail::module_tensors(options.module().get());
+  target.names =
+      detail::param_names((options.module() ? options.module() : module_).get(), engine_->params());
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    target.known_elementwise.push_back(is_known_elementwise_group(g));
+    target.defaults.push_back(local_of(g).read_options(*local_of(g).defaults));
+  }
 
   GroupOptions group_options;
   ParamStates states;
+  Masters masters;
   const auto loaded = checkpointer_->load(directory, target, [&](const LoadedCheckpoint& found) {
     for (size_t g = 0; g < param_groups_.size(); ++g) {
       group_options.push_back(param_groups_[g].options().clone());
-      local_.write_options(found.param_groups[g].options, *group_options.back());
+      local_of(g).write_options(found.param_groups[g].options, *group_options.back());
       for (const auto& param : engine_->local_params(g)) {
         const auto state = found.state.find(param.index);
         if (state == found.state.end()) continue;
-        states.emplace_back(param.tensor.unsafeGetTensorImpl(), local_.write_state(state->second));
+        add_state(g, param, state->second, states, masters);
       }
     }
   });
 
-  take(group_options, states);
+  take_module_as_masters(*engine_, target.module, loaded.module, masters);
+  take(group_options, states, masters);
   may_have_state_ = true;
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < target.module.size(); ++i) {
     target.module[i].tensor.detach().copy_(loaded.module[i]);
   }
+  if (loaded.has_masters) engine_->widen_own_params(masters);
   if (options.rng()) write_rng(loaded.rng);
   return from_dict(loaded.extra);
 }

@@ -7,6 +7,8 @@
 
 #include "comm/exchange.h"
 #include "ddp/overlapped_step.h"
+#include "ddp/side_streams.h"
+#include "failure_points.h"
 #include "launch/who.h"
 #include "shard/shard_engine.h"
 
@@ -19,8 +21,8 @@ at::Tensor tensor_in(const c10::IValue& result) {
   return result.isTensor() ? result.toTensor() : result.toTensorVector().front();
 }
 
-// Averages buckets on the owners of their parameters, on the thread that runs the backward pass:
-// Gloo does not tell when a message has arrived, so a bucket is waited for when a later one is
+// Averages buckets on the owners of their parameters, on the thread that runs the backward pass.
+// Gloo does not report when a message has arrived, so a bucket is waited for when a later one is
 // full.
 class ReductionToOwners {
  public:
@@ -29,13 +31,13 @@ class ReductionToOwners {
 
   FuturePtr reduce(c10d::GradBucket& bucket) {
     if (bucket.getIndex() == 0) {
-      finish(0);  // what a backward pass that threw has left
+      finish(0);  // what a backward pass that threw left behind
       zero_.wait();
     }
     reducing_.push_back(start(bucket));
     const auto future = reducing_.back().future;
-    // Where ranks may use different parameters, one that waits here could keep another from getting
-    // to its bucket.
+    // Where ranks may use different parameters, one that waits here could keep another from
+    // reaching its bucket.
     if (!ddp_.options().find_unused_parameters()) finish(kAhead);
     if (bucket.isLast()) {
       // The first pass of a static graph is reduced when it has ended.
@@ -51,7 +53,7 @@ class ReductionToOwners {
   }
 
  private:
-  // So many buckets may be on their way when the backward pass goes on.
+  // How many buckets may be under way while the backward pass continues.
   static constexpr size_t kAhead = 1;
 
   struct Reducing {
@@ -88,23 +90,29 @@ class ReductionToOwners {
       }
     }
     reducing.to_owners = zero_.reduce_to_owners(gradients, static_cast<int>(bucket.getIndex()));
+    SHARDSTEP_FAILURE_POINT("owners: started");
     return reducing;
   }
 
-  // All but the last `left` buckets.
+  // Finishes all but the last `left` buckets.
   void finish(size_t left) {
     while (reducing_.size() > left) {
       const auto front = std::move(reducing_.front());
       reducing_.pop_front();
-      if (front.to_owners) front.to_owners->wait();
-      for (const auto& work : front.works) work->wait();
-      front.future->markCompleted(front.buffer);
+      // Whoever uses the future's value waits for this stream.
+      side_streams_.run(front.buffer.device(), [&] {
+        if (front.to_owners) front.to_owners->wait();
+        for (const auto& work : front.works) work->wait();
+        SHARDSTEP_FAILURE_POINT("owners: reduced");
+        front.future->markCompleted(front.buffer);
+      });
     }
   }
 
   DistributedDataParallelBase& ddp_;
   ZeroRedundancyOptimizer& zero_;
   std::deque<Reducing> reducing_;
+  detail::SideStreams side_streams_;
   bool graph_known_ = false;
 };
 
@@ -122,7 +130,7 @@ CommHook make_hook(CommHook hook, DistributedDataParallelBase& ddp, ZeroRedundan
   auto step = std::make_shared<OverlappedStep>(
       options,
       OverlappedUpdate{[&zero](const auto& gradients, int tag) { zero.update(gradients, tag); },
-                       [&zero] { zero.wait(); }});
+                       [&zero] { zero.end_updates(); }, [&zero] { zero.wait(); }});
   ddp.register_forward_pre_hook([step] { step->arrive(); });
   return [step, hook = std::move(hook)](c10d::GradBucket& bucket) {
     const auto future = hook(bucket);

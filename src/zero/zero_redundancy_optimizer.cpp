@@ -1,13 +1,17 @@
 #include "shardstep/zero_redundancy_optimizer.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/optim/lbfgs.h>
 
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <typeinfo>
 #include <unordered_set>
 
 #include "checkpoint/checkpointer.h"
 #include "launch/who.h"
 #include "shard/gradient_clipping.h"
 #include "shard/shard_engine.h"
+#include "zero/param_names.h"
 
 namespace shardstep {
 namespace {
@@ -20,12 +24,17 @@ std::vector<OptimizerParamGroup> one_group(std::vector<at::Tensor> params) {
   return groups;
 }
 
-// libtorch lists a tied weight under every name it has.
-void drop_repeats(std::vector<at::Tensor>& params) {
+// libtorch lists a tied weight under each of its names.
+void drop_repeats(std::vector<at::Tensor>& params, size_t group, const ProcessGroupPtr& ranks) {
   std::unordered_set<const void*> seen;
-  std::erase_if(params, [&](const at::Tensor& param) {
+  const auto repeats = std::erase_if(params, [&](const at::Tensor& param) {
     return !seen.insert(param.unsafeGetTensorImpl()).second;
   });
+  if (repeats == 0) return;
+  TORCH_WARN("shardstep: param group ", group, " lists ", repeats,
+             " parameters more than once, as parameters() of a module with tied weights does; "
+             "each is updated once per step",
+             detail::who(ranks));
 }
 
 EngineOptions engine_options(const ZeroOptions& options, const ProcessGroupPtr& group) {
@@ -39,7 +48,8 @@ EngineOptions engine_options(const ZeroOptions& options, const ProcessGroupPtr& 
               options.parameters_as_bucket_view() ? BucketStorage::kFlat : BucketStorage::kInPlace,
           .exchange = options.exchange(),
           .bucket_cap_mb = options.bucket_cap_mb(),
-          .overlap = options.overlap_with_ddp()};
+          .overlap = options.overlap_with_ddp(),
+          .master_dtype = options.master_dtype()};
 }
 
 std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerOptions& options) {
@@ -55,13 +65,51 @@ std::unique_ptr<ShardEngine> make_engine(const ZeroOptions& options) {
   return std::make_unique<ShardEngine>(group, engine_options(options, group));
 }
 
+template <class... Types>
+bool is_one_of(const torch::optim::OptimizerOptions& options) {
+  return ((dynamic_cast<const Types*>(&options) != nullptr) || ...);
+}
+
+bool is_torchs(const torch::optim::OptimizerOptions& options) {
+  using namespace torch::optim;
+  return is_one_of<AdagradOptions, AdamOptions, AdamWOptions, LBFGSOptions, RMSpropOptions,
+                   SGDOptions>(options);
+}
+
+std::vector<double> costs_of(const LocalOptimizer& local, const std::vector<at::Tensor>& params) {
+  std::vector<double> costs;
+  if (!local.cost) return costs;
+  for (const auto& param : params) costs.push_back(local.cost(param));
+  return costs;
+}
+
+// What ranks compare of a module, in words.
+std::string describe_module(const torch::nn::Module* module) {
+  std::string text;
+  if (module == nullptr) return text;
+  const auto add = [&](const auto& items) {
+    for (const auto& item : items) {
+      text += c10::str(' ', item.key(), ' ', item.value().scalar_type(), item.value().sizes());
+    }
+  };
+  add(module->named_parameters());
+  add(module->named_buffers());
+  return text;
+}
+
 class StepHook : public JoinHook {
  public:
-  explicit StepHook(ZeroRedundancyOptimizer& optimizer) : optimizer_(optimizer) {}
-  void main_hook() override { optimizer_.step(); }
+  StepHook(ZeroRedundancyOptimizer& optimizer, ShardEngine& engine)
+      : optimizer_(optimizer), engine_(engine) {}
+  void main_hook() override {
+    engine_.set_joined(true);
+    const auto after = c10::make_scope_exit([this] { engine_.set_joined(false); });
+    optimizer_.step();
+  }
 
  private:
   ZeroRedundancyOptimizer& optimizer_;
+  ShardEngine& engine_;
 };
 
 }  // namespace
@@ -69,11 +117,21 @@ class StepHook : public JoinHook {
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup> param_groups,
                                                  LocalOptimizer local, const ZeroOptions& options)
     : Optimizer(std::vector<OptimizerParamGroup>{}, local.defaults->clone()),
-      local_(std::move(local)),
       engine_(make_engine(options)),
-      checkpointer_(std::make_unique<Checkpointer>(*engine_)) {
-  local_.elementwise = local_.elementwise || options.elementwise();
+      checkpointer_(std::make_unique<Checkpointer>(*engine_)),
+      module_(options.module()),
+      broadcast_buffers_(options.broadcast_buffers()) {
+  local.elementwise = local.elementwise || options.elementwise();
+  if (options.cost()) local.cost = options.cost();
+  members_.push_back({std::move(local), nullptr});
+  engine_->set_announce([this] { announce(); });
   add_groups(std::move(param_groups));
+  if (!module_) return;
+  auto others = module_->buffers();
+  for (const auto& param : module_->parameters()) {
+    if (!has(param)) others.push_back(param);
+  }
+  broadcast(std::move(others));
 }
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<at::Tensor> params,
@@ -100,25 +158,34 @@ void ZeroRedundancyOptimizer::add_param_group(const OptimizerParamGroup& param_g
 void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups) {
   std::exception_ptr error;
   try {
+    const auto& local = members_.front().local;
     TORCH_CHECK_VALUE(
-        local_.elementwise || engine_->options().sharding == Sharding::kParameter,
+        local.elementwise || engine_->options().sharding == Sharding::kParameter,
         "shardstep: expected an optimizer that is known to be element-wise when sharding by "
         "element, got ",
-        local_.name,
+        local.name,
         "; if its update of an element depends on nothing but that element's gradient and state, "
-        "say elementwise(true); otherwise shard by parameter");
+        "set elementwise(true); otherwise shard by parameter");
     TORCH_CHECK_VALUE(
-        dynamic_cast<const torch::optim::LBFGSOptions*>(local_.defaults.get()) == nullptr,
+        dynamic_cast<const torch::optim::LBFGSOptions*>(local.defaults.get()) == nullptr,
         "shardstep: expected an optimizer that updates each parameter on its own, got LBFGS, whose "
         "step depends on the gradients of all parameters at once");
+    TORCH_CHECK_VALUE(!module_ || engine_->stage() == 2,
+                      "shardstep: expected stage 2 with module, got stage ", engine_->stage());
     for (auto& group : groups) {
       for (const auto& param : group.params()) {
         TORCH_CHECK_VALUE(param.defined(),
                           "shardstep: expected parameters that are tensors, got an ",
                           "undefined one in group ", param_groups_.size());
       }
-      drop_repeats(group.params());
+      drop_repeats(group.params(), param_groups_.size(), process_group());
       Optimizer::add_param_group(group);
+      if (!group.has_options()) continue;
+      const auto& own = std::as_const(group).options();
+      const auto& defaults = *defaults_;
+      if (typeid(own) == typeid(defaults) && is_torchs(own)) continue;
+      // torch merges options with the defaults, and loses those of types that it does not know.
+      param_groups_.back().set_options(own.clone());
     }
   } catch (...) {
     error = std::current_exception();
@@ -126,74 +193,133 @@ void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups
   adopt_new_groups(error);
 }
 
-// Groups that the base class has and the engine does not know yet. If ranks do not agree on them,
-// they are gone again.
+// Adds the groups that the base class has and the engine does not know yet. If ranks do not agree
+// on them, removes them again.
 void ZeroRedundancyOptimizer::adopt_new_groups(std::exception_ptr error) {
   const size_t known = engine_->group_count();
-  if (!error && param_groups_.size() == known && optim_) return;
+  if (!error && param_groups_.size() == known && known > 0) return;
   try {
     std::vector<EngineGroup> groups;
     if (!error) {
       try {
-        for (size_t g = known; g < param_groups_.size(); ++g) {
-          drop_repeats(param_groups_[g].params());
-          groups.push_back(
-              {param_groups_[g].params(), describe(local_, param_groups_[g].options())});
-        }
+        for (size_t g = known; g < param_groups_.size(); ++g) groups.push_back(describe_group(g));
       } catch (...) {
         error = std::current_exception();
       }
     }
     engine_->add_groups(groups, error);
   } catch (...) {
-    param_groups_.erase(param_groups_.begin() + static_cast<std::ptrdiff_t>(known),
-                        param_groups_.end());
+    const auto keep = [&](auto& items) {
+      if (items.size() > known) {
+        items.erase(items.begin() + static_cast<std::ptrdiff_t>(known), items.end());
+      }
+    };
+    keep(param_groups_);
+    keep(places_);
     throw;
   }
-
   for (int64_t i = static_cast<int64_t>(index_of_.size()); i < engine_->param_count(); ++i) {
     index_of_.emplace(engine_->param(i).unsafeGetTensorImpl(), i);
   }
-  std::vector<OptimizerParamGroup> added;
+  make_local_groups(known);
+}
+
+EngineGroup ZeroRedundancyOptimizer::describe_group(size_t g) {
+  auto& params = param_groups_[g].params();
+  drop_repeats(params, g, process_group());
+  places_.resize(g + 1);
+  places_[g].member = member_for(param_groups_[g].options());
+  const auto& local = local_of(g);
+  for (const auto& param : params) {
+    if (local.check_param && param.defined()) local.check_param(param);
+  }
+  return {.params = params,
+          .description = describe(local, param_groups_[g].options()) +
+                         (g == 0 ? describe_module(module_.get()) : ""),
+          .names = detail::param_names(module_.get(), params),
+          .costs = costs_of(local, params),
+          .cost_pool = local.cost ? static_cast<int64_t>(places_[g].member) + 1 : 0,
+          .sharding = local.elementwise ? std::nullopt : std::optional(Sharding::kParameter)};
+}
+
+size_t ZeroRedundancyOptimizer::member_for(const torch::optim::OptimizerOptions& options) {
+  for (size_t m = 0; m < members_.size(); ++m) {
+    const auto& theirs = *members_[m].local.defaults;
+    if (typeid(theirs) == typeid(options)) return m;
+  }
+  members_.push_back({local_optimizer_for(options), nullptr});
+  return members_.size() - 1;
+}
+
+// Gives the groups from `known` on to local optimizers, which are made where missing.
+void ZeroRedundancyOptimizer::make_local_groups(size_t known) {
+  std::vector<std::vector<OptimizerParamGroup>> added(members_.size());
   for (size_t g = known; g < param_groups_.size(); ++g) {
+    auto& [member, position] = places_[g];
+    const auto& optim = members_[member].optim;
+    position = (optim ? optim->param_groups().size() : 0) + added[member].size();
     std::vector<at::Tensor> params;
     for (const auto& local : engine_->local_params(g)) params.push_back(local.tensor);
-    added.emplace_back(std::move(params), param_groups_[g].options().clone());
+    added[member].emplace_back(std::move(params), param_groups_[g].options().clone());
   }
-  if (!optim_) {
-    optim_ = local_.make(std::move(added));
-    TORCH_CHECK_VALUE(dynamic_cast<torch::optim::LBFGS*>(optim_.get()) == nullptr,
+  for (size_t m = 0; m < members_.size(); ++m) {
+    auto& [local, optim] = members_[m];
+    if (added[m].empty()) continue;
+    if (optim) {
+      for (const auto& group : added[m]) optim->add_param_group(group);
+      continue;
+    }
+    optim = local.make(std::move(added[m]));
+    TORCH_CHECK_VALUE(dynamic_cast<torch::optim::LBFGS*>(optim.get()) == nullptr,
                       "shardstep: expected an optimizer that updates each parameter on its own, ",
-                      "got ", local_.name,
-                      ": LBFGS's step depends on the gradients of all parameters at once",
+                      "got ", local.name,
+                      ", whose step depends on the gradients of all parameters (LBFGS)",
                       detail::who(process_group()));
-  } else {
-    for (const auto& group : added) optim_->add_param_group(group);
-    push_options();
   }
+  push_options();
 }
 
 void ZeroRedundancyOptimizer::push_options() {
   for (size_t g = 0; g < param_groups_.size(); ++g) {
-    local_.assign_options(param_groups_[g].options(), optim_->param_groups()[g].options());
+    local_of(g).assign_options(param_groups_[g].options(), local_group(g).options());
   }
 }
 
 void ZeroRedundancyOptimizer::pull_options() {
   for (size_t g = 0; g < param_groups_.size(); ++g) {
-    local_.assign_options(optim_->param_groups()[g].options(), param_groups_[g].options());
+    local_of(g).assign_options(local_group(g).options(), param_groups_[g].options());
   }
+}
+
+bool ZeroRedundancyOptimizer::is_known_elementwise_group(size_t group) const {
+  return local_of(group).elementwise && is_known_elementwise(local_of(group).name);
+}
+
+// The first to step evaluates the closure.
+at::Tensor ZeroRedundancyOptimizer::step_members(const LossClosure& closure) {
+  at::Tensor loss;
+  bool first = true;
+  for (auto& member : members_) {
+    if (!member.optim) continue;
+    if (std::exchange(first, false)) {
+      loss = member.optim->step(closure);
+    } else {
+      member.optim->step();
+    }
+  }
+  return loss;
 }
 
 at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   if (overlap_with_ddp()) {
     TORCH_WARN(
-        "shardstep: step() does nothing with overlap_with_ddp: the hook of zero_hooks.h updates "
-        "the parameters inside the backward pass",
+        "shardstep: step() does nothing with overlap_with_ddp, because a hook of zero_hooks.h "
+        "updates the parameters inside the backward pass",
         detail::who(process_group()));
     return {};
   }
-  if (!closure) Join::notify_join_context(*this);
+  const auto after = c10::make_scope_exit([this] { announced_ = false; });
+  if (!closure) announce();
   adopt_new_groups(nullptr);
   consolidated_.reset();
   may_have_state_ = true;
@@ -207,14 +333,16 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
 at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
   try {
     if (!closure) {
-      engine_->before_step();
-      return optim_->step();
+      take_gradients(true);
+      const PhaseTimer timer(engine_->phase_times(), StepPhase::kUpdate);
+      return step_members(nullptr);
     }
-    return optim_->step([&, announced = false]() mutable {
+    return step_members([&, first = true]() mutable {
+      engine_->before_closure();
       auto loss = closure();
       // A closure's forward announces itself, and joined ranks shadow it before this step.
-      if (!std::exchange(announced, true)) Join::notify_join_context(*this);
-      engine_->before_step();
+      announce();
+      take_gradients(std::exchange(first, false));
       return loss;
     });
   } catch (...) {
@@ -223,18 +351,34 @@ at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
   }
 }
 
+void ZeroRedundancyOptimizer::take_gradients(bool first_in_step) {
+  engine_->before_step();
+  // Here every rank is, or none: later one might have failed.
+  if (first_in_step && module_ && broadcast_buffers_) broadcast(module_->buffers());
+}
+
+void ZeroRedundancyOptimizer::broadcast(std::vector<at::Tensor> tensors) {
+  constexpr size_t kPieceBytes = 250 * 1024 * 1024;
+  at::NoGradGuard no_grad;
+  std::erase_if(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; });
+  if (tensors.empty() || world_size() == 1) return;
+  c10d::broadcast_coalesced(process_group(), tensors, kPieceBytes, 0);
+}
+
+void ZeroRedundancyOptimizer::announce() {
+  if (!std::exchange(announced_, true)) Join::notify_join_context(*this);
+}
+
 void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
   auto* const sharded = engine_->gradients();
   if (set_to_none || !sharded) {
     Optimizer::zero_grad(set_to_none);
     return engine_->drop_sums();
   }
-  std::vector<int64_t> all;
   for (const auto& param : engine_->params()) {
     if (param.grad().defined() && param.grad().has_storage()) param.mutable_grad().zero_();
-    all.push_back(static_cast<int64_t>(all.size()));
   }
-  sharded->zero(all);
+  sharded->zero_all();
 }
 
 at::Tensor ZeroRedundancyOptimizer::full_gradient(const at::Tensor& param) {
@@ -244,6 +388,7 @@ at::Tensor ZeroRedundancyOptimizer::full_gradient(const at::Tensor& param) {
                     "shardstep: expected a parameter of this optimizer, got a tensor of sizes ",
                     param.sizes(), detail::who(process_group()));
   auto* const sharded = engine_->gradients();
+  if (sharded) announce();
   return sharded ? sharded->whole(found->second) : param.grad();
 }
 
@@ -257,15 +402,39 @@ ZeroRedundancyOptimizer::NoSync::~NoSync() { engine_.set_sync(before_); }
 double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type,
                                                 bool error_if_nonfinite) {
   adopt_new_groups(nullptr);
+  if (engine_->gradients()) announce();
   return clip_grad_norm(*engine_, max_norm, norm_type, error_if_nonfinite);
 }
 
 void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) {
   adopt_new_groups(nullptr);
+  if (engine_->gradients()) announce();
   clip_grad_value(*engine_, clip_value);
 }
 
-// Those that this optimizer has.
+bool ZeroRedundancyOptimizer::scale_gradients_(double factor) {
+  adopt_new_groups(nullptr);
+  at::NoGradGuard no_grad;
+  bool finite = true;
+  if (auto* const sharded = engine_->gradients()) {
+    announce();
+    std::vector<int64_t> params;
+    for (int64_t i = 0; i < engine_->param_count(); ++i) params.push_back(i);
+    for (bool one : sharded->finite()) finite = finite && one;
+    sharded->scale(params, factor);
+    return finite;
+  }
+  for (const auto& param : engine_->params()) {
+    auto gradient = param.grad();
+    if (!gradient.defined()) continue;
+    const auto values = gradient.is_sparse() ? gradient._values() : gradient;
+    finite = finite && values.isfinite().all().item<bool>();
+    gradient.mul_(factor);
+  }
+  return finite;
+}
+
+// The gradients of parameters that belong to this optimizer.
 std::vector<ParamGradient> ZeroRedundancyOptimizer::by_index(
     const ParamsAndGradients& gradients) const {
   std::vector<ParamGradient> known;
@@ -282,30 +451,42 @@ std::unique_ptr<Pending> ZeroRedundancyOptimizer::reduce_to_owners(
 }
 
 void ZeroRedundancyOptimizer::update(const ParamsAndGradients& gradients, int tag) {
-  TORCH_CHECK_VALUE(overlap_with_ddp(), "shardstep: expected an optimizer with overlap_with_ddp",
+  TORCH_CHECK_VALUE(overlap_with_ddp(),
+                    "shardstep: expected an optimizer with overlap_with_ddp, got one without",
                     detail::who(process_group()));
   adopt_new_groups(nullptr);
   consolidated_.reset();
   may_have_state_ = true;
   const auto known = by_index(gradients);
-  push_options();
-  engine_->before_partial_step(known);
-  optim_->step();
-  pull_options();
+  try {
+    push_options();
+    engine_->before_partial_step(known);
+    const PhaseTimer timer(engine_->phase_times(), StepPhase::kUpdate);
+    step_members(nullptr);
+    pull_options();
+  } catch (...) {
+    if (world_size() == 1) throw;
+    // The others wait for the parameters: all ranks throw when these have arrived.
+    if (!update_error_) update_error_ = std::current_exception();
+  }
   if (auto pending = engine_->after_partial_step(known, tag)) {
     arriving_.push_back(std::move(pending));
   }
 }
+
+void ZeroRedundancyOptimizer::end_updates() { engine_->end_partial_steps(update_error_); }
 
 void ZeroRedundancyOptimizer::wait() {
   adopt_new_groups(nullptr);
   const auto arriving = std::exchange(arriving_, {});
   for (const auto& pending : arriving) pending->wait();
   engine_->wait();
+  if (const auto error = std::exchange(update_error_, nullptr)) std::rethrow_exception(error);
 }
 
 std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&) {
-  return std::make_unique<StepHook>(*this);
+  announced_ = false;
+  return std::make_unique<StepHook>(*this, *engine_);
 }
 
 at::Device ZeroRedundancyOptimizer::join_device() const { return engine_->param(0).device(); }

@@ -1,5 +1,6 @@
 #include <shardstep/shardstep.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
 
 #include <cstdio>
 

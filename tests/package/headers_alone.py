@@ -1,6 +1,6 @@
 """Checks that public headers stand alone: each is compiled by itself, and included twice.
 
-A short run takes two of them, chosen by SHARDSTEP_SEED; SHARDSTEP_FULL=1 takes all.
+A short run takes one of them, chosen by SHARDSTEP_SEED; SHARDSTEP_FULL=1 takes all.
 """
 
 import concurrent.futures
@@ -29,8 +29,8 @@ def main() -> int:
     headers = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.h"))
     if os.environ.get("SHARDSTEP_FULL", "") in ("", "0"):
         seed = int(os.environ.get("SHARDSTEP_SEED") or random.randrange(1 << 31))
-        headers = random.Random(seed).sample(headers, 2)
-        print(f"SHARDSTEP_SEED={seed} chose {' and '.join(headers)}")
+        headers = [random.Random(seed).choice(headers)]
+        print(f"SHARDSTEP_SEED={seed} chose {headers[0]}")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         problems = [text for text in pool.map(lambda h: compile_alone(command, h), headers) if text]
     print("\n".join(problems))

@@ -1,7 +1,7 @@
-"""What a short run leaves out, and the seed by which it chooses the rest.
+"""Which tests a short run skips, and the seed that selects the others.
 
-`make test FULL=1` sets SHARDSTEP_FULL=1. SHARDSTEP_SEED repeats a run's choices; conftest.py draws
-one where it is not set.
+`make test FULL=1` sets SHARDSTEP_FULL=1. SHARDSTEP_SEED repeats a run's selection; conftest.py
+draws one if it is not set.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""Runs a function on real ranks: processes that meet over Gloo, with a time limit.
+"""Runs a function on real ranks: processes that communicate over Gloo, or over simccl on the
+simulated device, with a time limit.
 
-The processes live on from test to test, one set per world size, and are forked from a server that
-has torch imported. Each call gets a process group of its own. A set in which anything went wrong is
-killed, and the next call starts another. The function and its arguments are pickled: give functions
+The processes are reused from test to test, one set per world size, and are forked from a server
+that has imported torch. Each call gets a new process group. A set in which anything fails is
+killed, and the next call starts another. The function and its arguments are pickled: pass functions
 of a module, not lambdas.
 """
 
@@ -24,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import device as devices
 import torch
 import torch.distributed as dist
 
@@ -64,18 +66,21 @@ def _as_if_new() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)
+        if "shardstep" in sys.modules:  # a test may have left install() in effect
+            sys.modules["shardstep"].uninstall()
 
 
 def _call(pipe: Connection, folder: Path, rank: int, world_size: int, call: bytes) -> None:
     """One call; its outcome is sent, and the group lives until every rank has one."""
-    timeout, keep_group, path, job = pickle.loads(call)
+    timeout, keep_group, path, device, job = pickle.loads(call)
     sys.path[:] = path
     try:
+        devices.use(device, rank)
         if dist.is_initialized() and not keep_group:
             dist.destroy_process_group()
         if not dist.is_initialized():
             dist.init_process_group(
-                "gloo",
+                devices.BACKENDS[device],
                 store=dist.FileStore(str(folder / "store"), world_size),
                 rank=rank,
                 world_size=world_size,
@@ -187,7 +192,7 @@ class _Ranks:
             pipe.close()
 
 
-_living: dict[int, _Ranks] = {}
+_living: dict[tuple[int, str], _Ranks] = {}
 
 
 def run_ranks(
@@ -197,30 +202,31 @@ def run_ranks(
     timeout: float = 60.0,
     lost: tuple[int, ...] = (),
     keep_group: bool = False,
+    device: str = devices.NAME,
 ) -> list[Any]:
     """What function(*args) returned on each rank. The default group is set up around it.
 
     Ranks in `lost` must get themselves killed; they return None. `keep_group`: the group may be the
     one of the call before, and stays for the next one that says so; that saves most of a short
-    call's time.
+    call's time. `device`: "cpu" or "sim"; rank r has sim:r as its current device.
     Raises RankError with the traceback of every rank that raised, and the stack of every rank that
     was still running when time was up.
     """
     job = pickle.dumps((function, args))
-    ranks = _living.pop(world_size, None) or _Ranks(world_size)
+    ranks = _living.pop((world_size, device), None) or _Ranks(world_size)
     outcomes: dict[int, tuple[str, Any]] = {}
     late: list[str] = []
     reusable = False
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ranks.start(Path(folder), pickle.dumps((timeout, keep_group, sys.path, job)))
+            ranks.start(Path(folder), pickle.dumps((timeout, keep_group, sys.path, device, job)))
             outcomes = ranks.outcomes(timeout + 2.0, lost)
             if len(outcomes) == world_size and {kind for kind, _ in outcomes.values()} == {"done"}:
                 late = ranks.release()
                 reusable = not late
         finally:
             if reusable:
-                _living[world_size] = ranks
+                _living[world_size, device] = ranks
             else:
                 ranks.kill(set(range(world_size)) - outcomes.keys())
         problems = late + _problems(world_size, outcomes, Path(folder))

@@ -22,7 +22,7 @@ PROGRAM = BUILD / "examples" / "train_gpt"
 TINY = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 8, "steps": 30}
 OPTIONS = {
     *TINY,
-    *("optimizer", "lr", "seed", "text", "sharding", "log", "memory", "help"),
+    *("optimizer", "lr", "seed", "text", "stage", "sharding", "log", "memory", "help"),
     *("checkpoint", "every"),
 }
 LAUNCHER_VARIABLES = re.compile(
@@ -111,14 +111,14 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     @functools.cache
-    def made(ranks, sharding, optimizer, seed, repetition):
+    def made(ranks, sharding, optimizer, seed, repetition, stage):
         log, memory = folder / "loss.csv", folder / "memory.csv"
-        options = {"sharding": sharding, "optimizer": optimizer, "seed": seed}
+        options = {"sharding": sharding, "optimizer": optimizer, "seed": seed, "stage": stage}
         output = train(*flags(TINY | options | {"log": log, "memory": memory}), ranks=ranks)
         return losses_of(log), output, memory_of(memory)
 
-    def run(ranks, sharding="element", optimizer="adamw", seed=1, repetition=1):
-        return made(ranks, sharding, optimizer, seed, repetition)
+    def run(ranks, sharding="element", optimizer="adamw", seed=1, repetition=1, stage=2):
+        return made(ranks, sharding, optimizer, seed, repetition, stage)
 
     return run
 
@@ -156,21 +156,25 @@ ALL_OPTIMIZERS = ["adamw", *(pytest.param(name, marks=full) for name in ("adam",
 def test_every_optimizer_learns_and_is_sharded(run, optimizer):
     losses, output, memory = run(2, optimizer=optimizer)
     assert losses[-1] < losses[0] - 0.1
-    assert list(memory) == ["rank 0", "rank 1", "replicated"]
-    state, parameters, gradients = memory.pop("replicated")
+    assert list(memory) == ["rank 0", "rank 1", "stage 1", "DDP"]
+    state, parameters, gradients = memory.pop("DDP")
+    assert memory.pop("stage 1") == [state / 2, parameters, gradients]
     assert state == parameters * (2 if "adam" in optimizer else 1)
     for rank in memory.values():
         # By element the halves are equal, but for padding and step counters.
         assert rank[0] == pytest.approx(state / 2, rel=0.05)
-        assert rank[1:] == [parameters, gradients]
+        assert rank[1] == parameters
+        assert rank[2] == pytest.approx(gradients / 2, rel=0.05)
     assert re.search(r"^rank 1 +\d+\.\d KiB +\d+\.\d KiB +\d+\.\d KiB +\d+\.\d MiB$", output, re.M)
 
 
 @full
 def test_state_by_parameter_is_about_half(run):
-    memory = run(2, "parameter")[2]
+    memory = run(2, "parameter", stage=1)[2]
+    assert list(memory) == ["rank 0", "rank 1", "DDP"]
     for rank in ("rank 0", "rank 1"):
-        assert memory[rank][0] == pytest.approx(memory["replicated"][0] / 2, rel=0.2)
+        assert memory[rank][0] == pytest.approx(memory["DDP"][0] / 2, rel=0.2)
+        assert memory[rank][1:] == memory["DDP"][1:]
 
 
 def test_output_of_a_run(run):
@@ -187,9 +191,19 @@ def test_pictures_of_a_run(run):
     assert re.search(r"step 1 +30$", curve, re.M)
     bars = {
         name: (bar.count("░"), bar.count("▒"), bar.count("█"))
-        for name, bar in re.findall(r"^(rank \d|replicated) +([░▒█]+) [\d.]+ MiB$", output, re.M)
+        for name, bar in re.findall(r"^(rank \d|stage 1|DDP) +([░▒█]+) [\d.]+ MiB$", output, re.M)
     }
-    assert bars == {"rank 0": (12, 12, 12), "rank 1": (12, 12, 12), "replicated": (12, 12, 24)}
+    assert bars == {
+        "rank 0": (12, 6, 12),
+        "rank 1": (12, 6, 12),
+        "stage 1": (12, 12, 12),
+        "DDP": (12, 12, 24),
+    }
+
+
+def test_stage_1_trains_the_same(run):
+    losses, *_ = run(2, stage=1)
+    assert losses == pytest.approx(run(2)[0], abs=TOLERANCE)
 
 
 @full

@@ -125,6 +125,14 @@ def test_losses_equal_those_of_the_cpp_program(run, tmp_path):
     assert losses_of(log) == pytest.approx(run("element", "adamw")[0], abs=1e-6)
 
 
+def test_stage_2_divides_the_gradients_and_learns_the_same(run, tmp_path):
+    files = {"log": tmp_path / "loss.csv", "memory": tmp_path / "memory.csv"}
+    train(TINY | {"stage": 2} | files)
+    assert losses_of(files["log"]) == pytest.approx(run("none", "adamw")[0], abs=1e-6)
+    memory = memory_of(files["memory"])
+    assert memory["rank 0"][2] < 0.6 * memory["replicated"][2]
+
+
 @full
 def test_under_torchrun(run, tmp_path):
     log = tmp_path / "torchrun.csv"

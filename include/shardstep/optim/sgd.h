@@ -1,10 +1,11 @@
 #pragma once
 
 // torch::optim::SGD with the same options and state, stepped by ATen's fused kernel in one pass
-// over memory. A step differs from torch's own by one ulp of a parameter that is large beside its
-// update. Parameters that the kernel does not take (float16, bfloat16, sparse, complex, strided
-// otherwise than their gradient, on a device without one) are stepped by torch::optim::SGD, on the
-// same state. Like every torch optimizer, not safe for concurrent use. Nothing here is collective.
+// over memory. A step differs from torch's own by one ulp of a parameter that is large relative to
+// its update. Parameters that the kernel does not support (float16, bfloat16, sparse, complex, with
+// other strides than their gradient, on a device without such a kernel) are stepped by
+// torch::optim::SGD, on the same state. Like every torch optimizer, not safe for concurrent use.
+// Nothing here is collective.
 
 #include <torch/optim/sgd.h>
 

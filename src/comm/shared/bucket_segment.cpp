@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "comm/shared/copy_past_caches.h"
+#include "failure_points.h"
 
 namespace shardstep::detail {
 
@@ -19,32 +20,54 @@ bool BucketSegment::fits(const std::vector<int64_t>& bytes) const {
 }
 
 uint32_t BucketSegment::publish(const Parts& parts) {
-  const auto what = [] { return std::string("the reading of the last parts"); };
-  for (int other = 0; other < shared_.world_size(); ++other) {
-    if (other != shared_.rank()) shared_.wait(counts(other).fetched, rounds_, other, what);
-  }
-  std::byte* to = place(shared_.rank());
+  std::byte* to = begin_part();
   for (const auto& tensor : parts[shared_.rank()]) {
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
     copy_past_caches(to, static_cast<const std::byte*>(tensor.const_data_ptr()), bytes);
     to += bytes;
   }
+  end_part();
+  return rounds_;
+}
+
+std::byte* BucketSegment::begin_part() {
+  const auto what = [] { return std::string("the reading of the last parts"); };
+  for (int other = 0; other < shared_.world_size(); ++other) {
+    if (other == shared_.rank()) continue;
+    shared_.wait(counts(other).fetched, rounds_, other, what);
+    shared_.check_count(counts(other).fetched, rounds_, other);
+  }
+  ++rounds_;
+  return slot(shared_.rank());
+}
+
+void BucketSegment::end_part() {
+  SHARDSTEP_FAILURE_POINT("bucket: copied");
   shared_.raise(counts(shared_.rank()).published);
-  return ++rounds_;
+  SHARDSTEP_FAILURE_POINT("bucket: published");
 }
 
 void BucketSegment::fetch(const Parts& parts, uint32_t round) {
-  const auto what = [] { return std::string("the parts"); };
   for (int distance = 1; distance < shared_.world_size(); ++distance) {
-    const int owner = (shared_.rank() + distance) % shared_.world_size();
-    shared_.wait(counts(owner).published, round, owner, what);
-    const std::byte* from = place(owner);
-    for (const auto& tensor : parts[owner]) {
-      if (tensor.nbytes() > 0) std::memcpy(tensor.mutable_data_ptr(), from, tensor.nbytes());
-      from += tensor.nbytes();
-    }
+    read(parts, (shared_.rank() + distance) % shared_.world_size(), round);
   }
+  SHARDSTEP_FAILURE_POINT("bucket: fetched");
   shared_.raise(counts(shared_.rank()).fetched);
+}
+
+void BucketSegment::fetch_own(const Parts& parts, uint32_t round) {
+  read(parts, shared_.rank(), round);
+}
+
+void BucketSegment::read(const Parts& parts, int owner, uint32_t round) {
+  const auto what = [] { return std::string("the parts"); };
+  shared_.wait(counts(owner).published, round, owner, what);
+  shared_.check_count(counts(owner).published, round, owner);
+  const std::byte* from = slot(owner);
+  for (const auto& tensor : parts[owner]) {
+    if (tensor.nbytes() > 0) std::memcpy(tensor.mutable_data_ptr(), from, tensor.nbytes());
+    from += tensor.nbytes();
+  }
 }
 
 }  // namespace shardstep::detail

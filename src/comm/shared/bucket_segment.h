@@ -1,7 +1,7 @@
 #pragma once
 
-// Shared memory of one tag: a place for each rank in which it shows its part of a bucket to all
-// others, and counts that say who has got how far.
+// Shared memory of one tag: a slot for each rank, in which it publishes its part of a bucket to all
+// others, and counts of how far each rank has got. Modelled in proofs/bucket_segment.pml.
 
 #include <string>
 #include <vector>
@@ -18,25 +18,33 @@ class BucketSegment {
 
   bool fits(const std::vector<int64_t>& bytes) const;
 
-  // Starts a round: shows this rank's part, once all have read the last one. Says how many rounds
-  // that makes.
+  // Starts a round: publishes this rank's part, once all have read the last one. Returns the number
+  // of rounds so far.
   uint32_t publish(const Parts& parts);
-  // Ends a round: reads the parts of all others, once they are there.
+  // The same in two steps, for a part that is yet to come: where this rank's part goes, once all
+  // have read the last one; and that it is there, which another thread may say.
+  std::byte* begin_part();
+  void end_part();
+  uint32_t rounds() const { return rounds_; }
+  // Ends a round: reads the parts of all others, once they are published.
   void fetch(const Parts& parts, uint32_t round);
+  // Reads this rank's own part, once it is published.
+  void fetch_own(const Parts& parts, uint32_t round);
 
  private:
-  // The header: how often each rank has shown its part, and read everyone's.
+  // The header: how often each rank has published its part, and read everyone's.
   struct Counts {
     SharedCount published;
     SharedCount fetched;
   };
   Counts& counts(int rank) { return reinterpret_cast<Counts*>(memory_.get())[rank]; }
-  std::byte* place(int owner) { return memory_.get() + layout_.begin(owner); }
+  void read(const Parts& parts, int owner, uint32_t round);
+  std::byte* slot(int owner) { return memory_.get() + layout_.begin(owner); }
 
   SharedMemory& shared_;
   SegmentLayout layout_;
   std::shared_ptr<std::byte> memory_;
-  uint32_t rounds_ = 0;  // this rank's, begun
+  uint32_t rounds_ = 0;  // that this rank has started
 };
 
 }  // namespace shardstep::detail

@@ -10,10 +10,10 @@
 
 namespace shardstep::detail {
 
-// Copies what nobody reads soon. A plain store first loads the line that it overwrites: these do
-// not, which makes large copies 1.5 to 2 times as fast.
+// Copies what will not be read soon. An ordinary store first loads the cache line that it
+// overwrites; these do not, which makes large copies 1.5 to 2 times as fast.
 inline void copy_past_caches(std::byte* to, const std::byte* from, int64_t bytes) {
-  if (bytes == 0) return;  // from null, perhaps
+  if (bytes == 0) return;  // `from` may be null
 #if defined(__SSE2__)
   constexpr int64_t kLine = 64, kWorthIt = 64 * 1024;
   if (bytes >= kWorthIt) {

@@ -1,7 +1,8 @@
 #pragma once
 
-// What processes synchronize with in memory that they share: counts, bells and a queue. Nothing
+// Counts, bells and a queue with which processes synchronize in memory that they share. Nothing
 // here knows what is counted or sent, and nothing in it is a pointer. Memory starts zeroed.
+// proofs/waiting.pml models how ranks wait with them: change both.
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -24,7 +25,7 @@ inline void spin_pause() {
 #endif
 }
 
-// A count that one rank raises. What was written before is seen by whoever finds it raised.
+// A count that one rank raises. A rank that finds it raised sees what was written before.
 struct alignas(64) SharedCount {
   std::atomic<uint32_t> value;
 
@@ -35,7 +36,7 @@ struct alignas(64) SharedCount {
   }
 };
 
-// Rung by any rank when something has changed that others may wait for.
+// Rung by any rank when something that others may wait for has changed.
 struct alignas(64) Bell {
   std::atomic<uint32_t> rings;
 
@@ -44,8 +45,7 @@ struct alignas(64) Bell {
     rings.fetch_add(1, std::memory_order_release);
     ::syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
-  // Sleeps until it has rung more often than `heard` says, or longer than `limit`; may also wake up
-  // for no reason.
+  // Sleeps until it has rung more often than `heard`, or for `limit`; may also wake up spuriously.
   void wait(uint32_t heard, std::chrono::nanoseconds limit) {
     const timespec time{static_cast<time_t>(limit.count() / 1000000000),
                         limit.count() % 1000000000};
@@ -61,14 +61,19 @@ class SharedQueue {
     slots_[pushed_.value.load(std::memory_order_relaxed) % kSlots] = value;
     pushed_.raise();
   }
-  // The next value, if there is one; `popped` is how many the reader has had.
+  // How many values are there; more than kSlots means that the writer is damaged. `popped` is how
+  // many the reader has taken.
+  uint32_t waiting(uint32_t popped) const {
+    return pushed_.value.load(std::memory_order_acquire) - popped;
+  }
+  // The next value, if there is one.
   std::optional<T> pop(uint32_t& popped) const {
     if (!pushed_.reached(popped + 1)) return std::nullopt;
     return slots_[popped++ % kSlots];
   }
 
  private:
-  static_assert((kSlots & (kSlots - 1)) == 0);  // else slots would jump where the count wraps
+  static_assert((kSlots & (kSlots - 1)) == 0);  // else slots would jump when the count wraps
   SharedCount pushed_;
   T slots_[kSlots];
 };

@@ -7,7 +7,7 @@
 
 namespace shardstep::detail {
 
-// Goes through things of given sizes that follow each other, in steps that may end inside of one.
+// Walks through consecutive items of given sizes, in steps that may end inside an item.
 class Cursor {
  public:
   Cursor() = default;
@@ -17,8 +17,8 @@ class Cursor {
   }
   int64_t left() const { return left_; }
 
-  // Calls visit(which, offset in it, size) for what the next `size` units lie in, as far as there
-  // are any.
+  // Calls visit(item, offset in it, size) for the items that hold the next `size` units, as far as
+  // there are any.
   template <class Visit>
   void advance(int64_t size, Visit visit) {
     while (size > 0 && which_ < sizes_.size()) {

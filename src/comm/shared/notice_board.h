@@ -1,7 +1,7 @@
 #pragma once
 
-// A board in shared memory on which ranks say where a segment can be opened. Whoever needs one
-// first makes it and puts up a notice; who opened it last takes the notice down.
+// A board in shared memory on which ranks post where a segment can be opened. The first rank that
+// needs a segment creates it and posts a notice; the last one to open it removes the notice.
 
 #include <atomic>
 #include <cstdint>
@@ -23,16 +23,16 @@ struct NoticeBoard {
   static constexpr int kNotices = 256;  // also the descriptors that a rank keeps open
 
   Bell changed;
-  std::atomic<uint32_t> holder;  // of the lock: a rank + 1; 0: nobody
-  std::atomic<uint32_t> wanted;  // whether somebody waits for the lock
+  std::atomic<uint32_t> holder;  // of the lock: a rank + 1; 0: none
+  std::atomic<uint32_t> wanted;  // whether a rank waits for the lock
   Notice notices[kNotices];
 
   // REQUIRES: a lock. Null if there is none.
   Notice* find(int64_t key);
 };
 
-// Holds the board of a rank unless another one does, which the destructor ends. A rank that died
-// with the lock loses it.
+// Holds the board's lock for a rank, unless another rank holds it, until destroyed. A rank that
+// dies with the lock loses it.
 class NoticeBoardLock {
  public:
   NoticeBoardLock(NoticeBoard& board, int rank, const std::function<bool(int)>& is_gone);
@@ -40,7 +40,7 @@ class NoticeBoardLock {
   NoticeBoardLock(const NoticeBoardLock&) = delete;
   NoticeBoardLock& operator=(const NoticeBoardLock&) = delete;
   bool held() const { return held_; }
-  // Wakes those that wait for a change, once this ends.
+  // Wakes the ranks that wait for a change, when this is destroyed.
   void has_changed() { changed_ = true; }
 
  private:

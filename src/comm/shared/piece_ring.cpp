@@ -5,10 +5,11 @@
 
 #include "comm/shared/copy_past_caches.h"
 #include "comm/shared/cursor.h"
+#include "failure_points.h"
 
 namespace shardstep::detail {
 
-// The bytes of tensors, one behind the other.
+// The bytes of tensors, one after the other.
 class PieceRing::PartBytes {
  public:
   void add(const std::vector<at::Tensor>& tensors) {
@@ -42,13 +43,13 @@ class PieceRing::PartBytes {
 PieceRing::PieceRing(SharedMemory& shared, int64_t key)
     : shared_(shared),
       layout_(shared.world_size() * static_cast<int64_t>(sizeof(Counts)),
-              std::vector<int64_t>(shared.world_size(), kPlaces * kPieceBytes)),
+              std::vector<int64_t>(shared.world_size(), kSlots * kPieceBytes)),
       memory_(shared.allocate(key, layout_).memory) {}
 
-void PieceRing::all_gather(const std::vector<Parts>& buckets) {
+void PieceRing::all_gather(const std::vector<const Parts*>& buckets) {
   std::vector<PartBytes> parts(shared_.world_size());
-  for (const auto& bucket : buckets) {
-    for (int owner = 0; owner < shared_.world_size(); ++owner) parts[owner].add(bucket[owner]);
+  for (const auto* bucket : buckets) {
+    for (int owner = 0; owner < shared_.world_size(); ++owner) parts[owner].add((*bucket)[owner]);
   }
   int64_t bytes = 0;
   for (const auto& part : parts) bytes = std::max(bytes, part.left());
@@ -63,10 +64,13 @@ void PieceRing::publish(PartBytes& own) {
   const auto what = [] { return std::string("the reading of parameters"); };
   for (int other = 0; other < shared_.world_size(); ++other) {
     if (other == shared_.rank()) continue;
-    shared_.wait(counts(other).fetched, published_ + 1 - kPlaces, other, what);
+    shared_.wait(counts(other).fetched, published_ + 1 - kSlots, other, what);
+    shared_.check_count(counts(other).fetched, published_, other);
   }
-  own.read_piece(place(shared_.rank(), published_));
+  own.read_piece(slot(shared_.rank(), published_));
+  SHARDSTEP_FAILURE_POINT("ring: copied");
   shared_.raise(counts(shared_.rank()).published);
+  SHARDSTEP_FAILURE_POINT("ring: published");
   ++published_;
 }
 
@@ -75,8 +79,10 @@ void PieceRing::fetch(std::vector<PartBytes>& parts) {
   for (int distance = 1; distance < shared_.world_size(); ++distance) {
     const int owner = (shared_.rank() + distance) % shared_.world_size();
     shared_.wait(counts(owner).published, fetched_ + 1, owner, what);
-    parts[owner].write_piece(place(owner, fetched_));
+    shared_.check_count(counts(owner).published, fetched_ + kSlots, owner);
+    parts[owner].write_piece(slot(owner, fetched_));
   }
+  SHARDSTEP_FAILURE_POINT("ring: fetched");
   shared_.raise(counts(shared_.rank()).fetched);
   ++fetched_;
 }

@@ -6,15 +6,18 @@
 #include <cstring>
 
 #include "comm/shared/copy_past_caches.h"
+#include "failure_points.h"
 
 namespace shardstep::detail {
 
 PieceSums::PieceSums(SharedMemory& shared, int64_t key)
     : shared_(shared),
       layout_(header_bytes(shared.world_size()),
-              std::vector<int64_t>(shared.world_size(), kPlaces * kPieceBytes)),
+              std::vector<int64_t>(shared.world_size(), kSlots * kPieceBytes)),
       segment_(shared.allocate(key, layout_, SharedMemory::ReserveOwn::kLater)),
-      read_(shared.world_size()) {}
+      read_(shared.world_size()),
+      lent_(shared.world_size()),
+      noted_(shared.world_size()) {}
 
 int64_t PieceSums::header_bytes(int world_size) {
   return world_size * static_cast<int64_t>(sizeof(Source)) +
@@ -32,8 +35,8 @@ PieceSums::Mailbox& PieceSums::mailbox(int source, int owner) {
   return boxes[source * world_size + owner];
 }
 
-std::byte* PieceSums::place(int source, uint32_t place) {
-  return segment_.memory.get() + layout_.begin(source) + place * kPieceBytes;
+std::byte* PieceSums::slot(int source, uint32_t slot) {
+  return segment_.memory.get() + layout_.begin(source) + slot * kPieceBytes;
 }
 
 std::shared_ptr<PieceSum> PieceSums::start(const Parts& parts, MessageTag tag,
@@ -63,10 +66,15 @@ std::shared_ptr<PieceSum> PieceSums::start(const Parts& parts, MessageTag tag,
 }
 
 bool PieceSums::done_by(const PieceSum& sum, std::chrono::steady_clock::time_point end) {
+  return done_by([&] { return sum.done(); }, end);
+}
+
+bool PieceSums::done_by(const std::function<bool()>& done,
+                        std::chrono::steady_clock::time_point end) {
   auto& bell = shared_.mail_bell(shared_.rank());
   for (;;) {
     look();
-    if (sum.done()) return true;
+    if (done()) return true;
     const auto left = end - std::chrono::steady_clock::now();
     if (left <= std::chrono::steady_clock::duration::zero()) return false;
     bell.wait(heard_, left);
@@ -74,33 +82,37 @@ bool PieceSums::done_by(const PieceSum& sum, std::chrono::steady_clock::time_poi
 }
 
 void PieceSums::finish(const PieceSum& sum) {
+  wait_until([&] { return sum.done(); }, [&] { return missing_rank(sum); },
+             [&] { return c10::str("the gradients with tag ", sum.tag_.value()); });
+}
+
+void PieceSums::wait_until(const std::function<bool()>& done, const std::function<int()>& awaited,
+                           const std::function<std::string()>& what) {
   // About as long as a wake-up takes.
   for (int i = 0; i < 1000; ++i) {
     look();
-    if (sum.done()) return;
+    if (done()) return;
     spin_pause();
   }
   constexpr std::chrono::milliseconds kPatience{1}, kLongPatience{100};
   using Clock = std::chrono::steady_clock;
   auto& activity = source(shared_.rank()).activity;
   auto last = Clock::now();
-  const auto done = [&] {
+  const auto look_and_move_out = [&] {
     const uint32_t heard = heard_;
     look();
-    if (sum.done()) return true;
+    if (done()) return true;
     if (heard_ != heard) last = Clock::now();
-    activity.store(posting_.empty() ? kWaits : kWaitsForPlaces, std::memory_order_relaxed);
+    activity.store(posting_.empty() ? kWaits : kWaitsForSlots, std::memory_order_relaxed);
     const auto waited = Clock::now() - last;
     if (waited > kPatience) move_out(/*also_if_missing_is_on_its_way=*/waited > kLongPatience);
     return false;
   };
-  const auto what = [&] { return c10::str("the gradients with tag ", sum.tag_.value()); };
-  shared_.wait_until(done, {shared_.mail_bell(shared_.rank()), [&] { return missing_rank(sum); },
-                            what, kPatience});
+  shared_.wait_until(look_and_move_out,
+                     {shared_.mail_bell(shared_.rank()), awaited, what, kPatience});
   activity.store(kComputes, std::memory_order_relaxed);
 }
 
-// Does what other ranks have made possible since the last time.
 void PieceSums::look() {
   const uint32_t heard = shared_.mail_bell(shared_.rank()).heard();
   if (heard == heard_) return;
@@ -112,31 +124,35 @@ void PieceSums::look() {
   post_what_fits();
 }
 
-std::optional<uint32_t> PieceSums::free_place() {
+std::optional<uint32_t> PieceSums::free_slot() {
   if (free_.empty()) {
     for (int owner = 0; owner < shared_.world_size(); ++owner) {
       if (owner == shared_.rank()) continue;
-      auto& queue = mailbox(shared_.rank(), owner).places_back;
-      while (const auto place = queue.pop(read_[owner].places_back)) {
-        TORCH_INTERNAL_ASSERT(*place < reserved_);
-        free_.push_back(*place);
+      auto& queue = mailbox(shared_.rank(), owner).slots_back;
+      const auto peer = shared_.input_of(owner);
+      peer.check("the slots that came back", queue.waiting(read_[owner].slots_back), 0, kSlots);
+      while (const auto slot = queue.pop(read_[owner].slots_back)) {
+        peer.require(*slot < kSlots && (lent_[owner] >> *slot & 1) != 0,
+                     "a slot that it did not have");
+        lent_[owner] &= ~(SlotSet{1} << *slot);
+        free_.push_back(*slot);
       }
     }
   }
-  if (free_.empty() && reserved_ < kPlaces) {
+  if (free_.empty() && reserved_ < kSlots) {
     const int64_t begin = layout_.begin(shared_.rank()) + reserved_ * kPieceBytes;
     const int error = segment_.reserve(begin, begin + kPieceBytes);
     if (error == 0) free_.push_back(reserved_++);
-    // With fewer places it only takes longer.
+    // Fewer slots are slower, but enough.
     if (reserved_ == 0) shared_.throw_no_room(kPieceBytes, error);
   }
   if (free_.empty()) return std::nullopt;
-  const uint32_t place = free_.back();
+  const uint32_t slot = free_.back();
   free_.pop_back();
-  return place;
+  return slot;
 }
 
-// Owners take turns, so that all of them have something to do.
+// In turns, so that all owners have something to do.
 void PieceSums::post_what_fits() {
   while (!posting_.empty()) {
     auto& sum = *posting_.front();
@@ -145,9 +161,9 @@ void PieceSums::post_what_fits() {
       for (int distance = 1; distance < shared_.world_size(); ++distance) {
         const int owner = (shared_.rank() + distance) % shared_.world_size();
         if (sum.outgoing_[owner].elements.left() == 0) continue;
-        const auto place = free_place();
-        if (!place) return;
-        post_piece(sum, owner, *place);
+        const auto slot = free_slot();
+        if (!slot) return;
+        post_piece(sum, owner, *slot);
         any = true;
       }
     }
@@ -157,9 +173,9 @@ void PieceSums::post_what_fits() {
   }
 }
 
-void PieceSums::post_piece(PieceSum& sum, int owner, uint32_t place) {
+void PieceSums::post_piece(PieceSum& sum, int owner, uint32_t slot) {
   auto& [tensors, elements] = sum.outgoing_[owner];
-  std::byte* to = this->place(shared_.rank(), place);
+  std::byte* to = this->slot(shared_.rank(), slot);
   const auto item = static_cast<int64_t>(c10::elementSize(sum.sent_as_));
   elements.advance(kPieceBytes / item, [&](size_t which, int64_t offset, int64_t size) {
     const auto& tensor = tensors[which];
@@ -172,33 +188,39 @@ void PieceSums::post_piece(PieceSum& sum, int owner, uint32_t place) {
     }
     to += size * item;
   });
-  mailbox(shared_.rank(), owner).notes.push({sum.tag_.value(), place});
+  SHARDSTEP_FAILURE_POINT("sums: copied");
+  lent_[owner] |= SlotSet{1} << slot;
+  mailbox(shared_.rank(), owner).notes.push({sum.tag_.value(), slot});
+  SHARDSTEP_FAILURE_POINT("sums: noted");
   shared_.mail_bell(owner).ring();
 }
 
-// The tags of pieces that have come.
+// The tags of pieces that have arrived.
 std::vector<int> PieceSums::take_notes() {
   std::vector<int> tags;
   for (int from = 0; from < shared_.world_size(); ++from) {
     if (from == shared_.rank()) continue;
     const auto& queue = mailbox(from, shared_.rank()).notes;
+    const auto peer = shared_.input_of(from);
+    peer.check("the notes", queue.waiting(read_[from].notes), 0, kSlots);
     while (const auto note = queue.pop(read_[from].notes)) {
-      TORCH_INTERNAL_ASSERT(note->place < kPlaces);
+      peer.require(note->slot < kSlots && (noted_[from] >> note->slot & 1) == 0,
+                   "a note of a slot that cannot be");
+      noted_[from] |= SlotSet{1} << note->slot;
       auto& arrived = arrived_[note->tag];
       arrived.resize(shared_.world_size());
-      arrived[from].push_back({note->place, {}});
+      arrived[from].push_back({note->slot, {}});
       if (tags.empty() || tags.back() != note->tag) tags.push_back(note->tag);
     }
   }
   return tags;
 }
 
-// As far as all ranks' pieces are there.
+// As far as all ranks' pieces have arrived.
 void PieceSums::add_up(PieceSum& sum) {
   if (sum.to_sum_.left() > 0) {
-    const auto found = arrived_.find(sum.tag_.value());
-    if (found == arrived_.end()) return;
-    auto& arrived = found->second;
+    auto& arrived = arrived_[sum.tag_.value()];
+    arrived.resize(shared_.world_size());
     while (sum.to_sum_.left() > 0) {
       if (missing_rank(sum) != shared_.rank()) return;
       add_up_piece(sum, arrived);
@@ -221,9 +243,9 @@ void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
         terms.push_back(own.narrow(0, offset, size));
         continue;
       }
-      const auto& [place, moved] = arrived[rank].front();
+      const auto& [slot, moved] = arrived[rank].front();
       auto* const piece = moved.defined() ? static_cast<std::byte*>(moved.mutable_data_ptr())
-                                          : this->place(rank, place);
+                                          : this->slot(rank, slot);
       terms.push_back(
           at::from_blob(piece + begin * item, {size}, own.options().dtype(sum.sent_as_)));
     }
@@ -231,18 +253,24 @@ void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
         sum_in_rank_order(terms, sum.into_[which].narrow(0, offset, size), sum.options_);
     begin += size;
   });
+  SHARDSTEP_FAILURE_POINT("sums: added");
   for (int rank = 0; rank < shared_.world_size(); ++rank) {
     if (rank == shared_.rank()) continue;
     const auto piece = std::move(arrived[rank].front());
     arrived[rank].pop_front();
     if (piece.moved.defined()) continue;
-    mailbox(rank, shared_.rank()).places_back.push(piece.place);
-    shared_.mail_bell(rank).ring();
+    return_slot(rank, piece.slot);
   }
 }
 
-// Out of the places of ranks that wait for some. A piece that is missing to add them up is on its
-// way if its rank computes. This only moves memory from one rank to another.
+void PieceSums::return_slot(int source, uint32_t slot) {
+  noted_[source] &= ~(SlotSet{1} << slot);
+  mailbox(source, shared_.rank()).slots_back.push(slot);
+  shared_.mail_bell(source).ring();
+}
+
+// Moves pieces out of the slots of ranks that wait for slots. The piece that is missing for a sum
+// is on its way if its rank computes. This only moves memory from one rank to another.
 void PieceSums::move_out(bool also_if_missing_is_on_its_way) {
   const auto activity_of = [&](int rank) {
     return source(rank).activity.load(std::memory_order_relaxed);
@@ -253,19 +281,17 @@ void PieceSums::move_out(bool also_if_missing_is_on_its_way) {
         sum != adding_.end() && activity_of(missing_rank(*sum->second)) == kComputes;
     if (on_its_way && !also_if_missing_is_on_its_way) continue;
     for (int from = 0; from < shared_.world_size(); ++from) {
-      if (activity_of(from) != kWaitsForPlaces) continue;
-      for (auto& [place, moved] : arrived[from]) {
+      if (activity_of(from) != kWaitsForSlots) continue;
+      for (auto& [slot, moved] : arrived[from]) {
         if (moved.defined()) continue;
         moved = at::empty({kPieceBytes}, at::kByte);
-        std::memcpy(moved.mutable_data_ptr(), this->place(from, place), kPieceBytes);
-        mailbox(from, shared_.rank()).places_back.push(place);
-        shared_.mail_bell(from).ring();
+        std::memcpy(moved.mutable_data_ptr(), this->slot(from, slot), kPieceBytes);
+        return_slot(from, slot);
       }
     }
   }
 }
 
-// The first rank whose next piece has not come; this rank if none.
 int PieceSums::missing_rank(const PieceSum& sum) const {
   const auto arrived = arrived_.find(sum.tag_.value());
   for (int rank = 0; rank < shared_.world_size(); ++rank) {

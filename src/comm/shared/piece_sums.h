@@ -1,17 +1,19 @@
 #pragma once
 
-// Adds up parts of buckets over the ranks, in rank order, in memory that does not grow with the
-// buckets nor with their number. A source copies a part piece by piece into places of its own and
-// sends each owner a note; the owner adds a piece up as soon as every rank's is there, and sends
-// the place back. Parts for which there is no place are held back where they are, and go out
-// whenever this rank looks. A rank looks in every call here, and only finish() waits.
+// Sums parts of buckets over the ranks, in rank order, in memory that grows neither with the
+// buckets nor with their number. A source copies a part piece by piece into slots of its own and
+// sends each owner a note; the owner sums a piece as soon as every rank's has arrived, and returns
+// the slot. Parts for which there is no slot stay where they are and are sent whenever this rank
+// looks. A rank looks in every call here, and only finish() waits.
 //
-// Ranks may come with their buckets in any order. So that nobody waits for ever, a rank that waits
-// moves pieces that it cannot add up yet out of the places of ranks that wait for some.
+// Ranks may start their buckets in any order. So that no rank waits for ever, a waiting rank moves
+// pieces that it cannot sum yet out of the slots of ranks that need one. Modelled in
+// proofs/piece_sums.pml.
 
 #include <ATen/core/Tensor.h>
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <vector>
@@ -24,10 +26,12 @@
 
 namespace shardstep::detail {
 
-// The adding up of a bucket, from this rank's side.
+// The sum of a bucket, from this rank's side.
 class PieceSum {
  public:
   bool done() const { return posted_ && to_sum_.left() == 0; }
+  // Elements of this rank's own that are not summed yet; the first ones are summed first.
+  int64_t left() const { return to_sum_.left(); }
   double squares() const { return squares_; }
 
  private:
@@ -42,7 +46,7 @@ class PieceSum {
   MessageTag tag_;
   SumOptions options_;
   at::ScalarType sent_as_ = at::kFloat;
-  std::vector<Outgoing> outgoing_;  // by owner; what is to be posted
+  std::vector<Outgoing> outgoing_;  // by owner; still to be posted
   bool posted_ = false;             // all of it
   std::vector<at::Tensor> own_;
   std::vector<at::Tensor> into_;
@@ -54,67 +58,81 @@ class PieceSums {
  public:
   PieceSums(SharedMemory& shared, int64_t key);
 
-  // Starts to add up: parts[r] of all ranks on rank r. `into` has a tensor for each of this rank's
-  // own, which may be the same. REQUIRES: parts of one dtype; the last one with this tag is done.
+  // Starts to sum parts[r] of all ranks on rank r. `into` has a tensor for each of this rank's
+  // own, which may be the same. REQUIRES: parts of one dtype; the last sum with this tag is done.
   std::shared_ptr<PieceSum> start(const Parts& parts, MessageTag tag,
                                   const std::vector<at::Tensor>& into, const SumOptions& options);
-  // Whether it is done by `end`; what it holds is dropped as soon as it is not needed.
+  // Whether it is done by `end`; what it holds is released as soon as it is not needed.
   bool done_by(const PieceSum& sum, std::chrono::steady_clock::time_point end);
   // Returns when it is done.
   void finish(const PieceSum& sum);
 
+  // The same for a condition that may depend on several sums, and on what rings this rank's mail
+  // bell. `awaited` and `what` are for errors, as in SharedMemory::Waiting.
+  bool done_by(const std::function<bool()>& done, std::chrono::steady_clock::time_point end);
+  void wait_until(const std::function<bool()>& done, const std::function<int()>& awaited,
+                  const std::function<std::string()>& what);
+  // Does what other ranks have made possible since the last call.
+  void look();
+  // The first rank whose next piece has not arrived; this rank if there is none.
+  int missing_rank(const PieceSum& sum) const;
+
  private:
   static constexpr int64_t kPieceBytes = 512 * 1024;
-  static constexpr uint32_t kPlaces = 24;  // 12 MiB per rank
-  static constexpr uint32_t kSlots = 32;   // no fewer than places, and a power of two
+  static constexpr uint32_t kSlots = 24;      // 12 MiB per rank
+  static constexpr uint32_t kQueueSize = 32;  // at least kSlots, and a power of two
 
   struct Note {
     int32_t tag;
-    uint32_t place;
+    uint32_t slot;
   };
-  // The header has one for each (source, owner).
+  // The header has one per (source, owner).
   struct Mailbox {
-    SharedQueue<Note, kSlots> notes;
-    SharedQueue<uint32_t, kSlots> places_back;
+    SharedQueue<Note, kQueueSize> notes;
+    SharedQueue<uint32_t, kQueueSize> slots_back;
   };
-  // And this for each source.
-  enum Activity : uint32_t { kComputes, kWaits, kWaitsForPlaces };
+  // And one of these per source.
+  enum Activity : uint32_t { kComputes, kWaits, kWaitsForSlots };
   struct Source {
     alignas(64) std::atomic<Activity> activity;
   };
-  // What has been read of a mailbox, from both ends.
+  // How much of a mailbox has been read, at both ends.
   struct Read {
     uint32_t notes = 0;
-    uint32_t places_back = 0;
+    uint32_t slots_back = 0;
   };
+  // A set of slots.
+  using SlotSet = uint32_t;
+  static_assert(kSlots <= 32);
   struct Piece {
-    uint32_t place = 0;
-    at::Tensor moved;  // what was in the place, if that had to be given back
+    uint32_t slot = 0;
+    at::Tensor moved;  // the slot's content, if the slot had to be returned early
   };
-  // Pieces that have come and are not added up yet, by source.
+  // Pieces that have arrived and are not summed yet, by source.
   using Arrived = std::vector<std::deque<Piece>>;
 
   static int64_t header_bytes(int world_size);
   Mailbox& mailbox(int source, int owner);
   Source& source(int rank);
-  std::byte* place(int source, uint32_t place);
+  std::byte* slot(int source, uint32_t slot);
 
-  void look();
-  std::optional<uint32_t> free_place();
+  std::optional<uint32_t> free_slot();
   void post_what_fits();
-  void post_piece(PieceSum& sum, int owner, uint32_t place);
+  void post_piece(PieceSum& sum, int owner, uint32_t slot);
   std::vector<int> take_notes();
   void add_up(PieceSum& sum);
   void add_up_piece(PieceSum& sum, Arrived& arrived);
+  void return_slot(int source, uint32_t slot);
   void move_out(bool also_if_missing_is_on_its_way);
-  int missing_rank(const PieceSum& sum) const;
 
   SharedMemory& shared_;
   SegmentLayout layout_;
   Segment segment_;
-  uint32_t reserved_ = 0;                            // places that this rank has so far
+  uint32_t reserved_ = 0;                            // slots that this rank has so far
   std::vector<uint32_t> free_;                       // of these
   std::vector<Read> read_;                           // by rank
+  std::vector<SlotSet> lent_;                        // to each rank: own slots that hold a piece
+  std::vector<SlotSet> noted_;                       // by rank: its slots that hold one for this
   uint32_t heard_ = 0;                               // of this rank's bell
   std::deque<std::shared_ptr<PieceSum>> posting_;    // in the order in which they started
   std::map<int, std::shared_ptr<PieceSum>> adding_;  // by tag

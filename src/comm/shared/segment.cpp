@@ -22,7 +22,7 @@ constexpr int64_t kMark = kLine;  // bytes before the memory that others see
 
 int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// A signal may interrupt any of them.
+// Retries a call that a signal interrupts.
 template <class Call>
 auto again_if_interrupted(Call call) {
   auto result = call();
@@ -30,7 +30,7 @@ auto again_if_interrupted(Call call) {
   return result;
 }
 
-// Pages are reserved piece by piece: an interrupted call gives back what it had.
+// Piece by piece, because an interrupted call releases what it had reserved.
 int reserve_pages(int fd, int64_t begin, int64_t end) {
   constexpr int64_t kPiece = 64 << 20;
   while (begin < end) {
@@ -52,7 +52,7 @@ std::string memfd_name(const SegmentOffer& offer) {
   return c10::str("shardstep-", static_cast<uint64_t>(offer.mark));
 }
 
-// Looks at what a descriptor is without opening it: that could block, or change something.
+// Checks what a descriptor refers to without opening it, which could block or have side effects.
 bool links_to(const std::string& path, const SegmentOffer& offer) {
   char target[PATH_MAX];
   const auto size = ::readlink(path.c_str(), target, sizeof(target));
@@ -60,7 +60,7 @@ bool links_to(const std::string& path, const SegmentOffer& offer) {
                          c10::str("/memfd:", memfd_name(offer), " (deleted)");
 }
 
-// Maps the file with the header reserved; an error if that cannot be.
+// Maps the file with the header reserved; an error if that fails.
 Segment map(std::shared_ptr<const FileDescriptor> file, const SegmentLayout& layout) {
   Segment segment{nullptr, std::move(file), 0};
   segment.error = reserve_pages(segment.file->get(), 0, kMark + layout.header());
@@ -116,7 +116,7 @@ Segment open_segment(const SegmentOffer& offer, const SegmentLayout& layout) {
   const auto file = std::make_shared<const FileDescriptor>(
       again_if_interrupted([&] { return ::open(path.c_str(), O_RDWR | O_CLOEXEC); }));
   if (!*file) return failed(errno);
-  // The number may name another file by now.
+  // The number may refer to another file by now.
   struct stat status{};
   if (!links_to(c10::str("/proc/self/fd/", file->get()), offer) ||
       ::fstat(file->get(), &status) != 0 || status.st_size != kMark + layout.bytes()) {

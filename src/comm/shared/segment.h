@@ -1,8 +1,8 @@
 #pragma once
 
-// Memory that one process makes and others open. It has no name in the file system and is gone with
-// the last process that maps it, also after kill -9. Nobody touches memory that is not reserved: a
-// lack of room is an error here and never a SIGBUS later.
+// Memory that one process creates and others open. It has no name in the file system and vanishes
+// with the last process that maps it, also after kill -9. Memory is reserved before it is touched,
+// so a lack of memory is an error here and never a SIGBUS later.
 
 #include <cstddef>
 #include <cstdint>
@@ -27,8 +27,8 @@ class FileDescriptor {
   int fd_;
 };
 
-// A header that all ranks write to, and a range of bytes for each rank, which it alone reserves: so
-// its pages lie where that rank runs.
+// A header that all ranks write to, and a range of bytes per rank, which only that rank reserves,
+// so that its pages are local to it.
 class SegmentLayout {
  public:
   explicit SegmentLayout(int64_t header, const std::vector<int64_t>& bytes_of_ranks = {});
@@ -45,17 +45,17 @@ class SegmentLayout {
 struct SegmentOffer {
   int64_t pid = 0;
   int64_t descriptor = -1;
-  int64_t mark = 0;  // names the segment and stands in it
+  int64_t mark = 0;  // identifies the segment, and is stored in it
 };
 
-// Mapped into this process as long as `memory` lives.
+// Mapped into this process during the lifetime of `memory`.
 struct Segment {
   std::shared_ptr<std::byte> memory;
   std::shared_ptr<const FileDescriptor> file;
   int error = 0;  // an errno if there is no memory
 
   explicit operator bool() const { return memory != nullptr; }
-  // Makes room for some bytes. Zero, or an errno.
+  // Reserves a range of bytes. Returns zero or an errno.
   int reserve(int64_t begin, int64_t end) const;
 };
 
@@ -63,8 +63,7 @@ struct Segment {
 Segment make_segment(const SegmentLayout& layout, SegmentOffer& offer);
 
 // With the header reserved. An error if `offer` is not a segment of ours of that size, which
-// happens where processes in two containers have the same number: nothing else is mapped or
-// written.
+// happens if processes in two containers have the same ID; then nothing is mapped or written.
 Segment open_segment(const SegmentOffer& offer, const SegmentLayout& layout);
 
 }  // namespace shardstep::detail

@@ -7,9 +7,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <sstream>
+#include <tuple>
 
 #include "comm/agreement.h"
+#include "comm/control_group.h"
+#include "failure_points.h"
 #include "launch/who.h"
 
 namespace shardstep::detail {
@@ -27,26 +32,14 @@ std::vector<std::vector<int64_t>> all_gather_numbers(const ProcessGroupPtr& grou
   return numbers;
 }
 
-// A segment that rank 0 makes and every rank opens; none if one cannot. Collective.
-Segment share_from_first(const ProcessGroupPtr& group, const SegmentLayout& layout) {
-  SegmentOffer offer;
-  Segment segment;
-  if (group->getRank() == 0) segment = make_segment(layout, offer);
-  const auto offers = all_gather_numbers(group, {offer.pid, offer.descriptor, offer.mark});
-  offer = {offers[0][0], offers[0][1], offers[0][2]};
-  if (group->getRank() != 0) segment = open_segment(offer, layout);
-  for (const auto& has : all_gather_numbers(group, {segment ? 1 : 0})) {
-    if (has[0] == 0) return {};
-  }
-  return segment;
-}
-
-std::chrono::milliseconds timeout_of(const ProcessGroupPtr& group) {
-  try {
-    return group->getBackend(at::kCPU)->getBackendOptions()->timeout;
-  } catch (const c10::Error&) {
-    return kProcessGroupDefaultTimeout;
-  }
+// The host that a test says a rank is on; 0 if it does not say.
+int64_t host_in_test(int rank) {
+  const char* const names = std::getenv("SHARDSTEP_TEST_HOSTS");
+  if (!names) return 0;
+  std::istringstream all(names);
+  std::string name, next;
+  for (int i = 0; i <= rank && std::getline(all, next, ','); ++i) name = next;
+  return static_cast<int64_t>(std::hash<std::string>()(name));
 }
 
 }  // namespace
@@ -57,21 +50,63 @@ SharedMemory::SharedMemory(const ProcessGroupPtr& group)
 SharedMemory::~SharedMemory() = default;
 
 std::shared_ptr<SharedMemory> SharedMemory::connect(const ProcessGroupPtr& group) {
+  const int self = group->getRank(), size = group->getSize();
   std::shared_ptr<SharedMemory> shared(new SharedMemory(group));
-  const auto ranks = static_cast<int64_t>(sizeof(Rank)) * group->getSize();
-  shared->control_ =
-      share_from_first(group, SegmentLayout(ranks + static_cast<int64_t>(sizeof(NoticeBoard))));
-  if (!shared->control_) return nullptr;
-  std::byte* const memory = shared->control_.memory.get();
-  shared->ranks_ = reinterpret_cast<Rank*>(memory);
-  shared->board_ = reinterpret_cast<NoticeBoard*>(memory + ranks);
-  shared->control_.file.reset();
-  for (const auto& pid : all_gather_numbers(group, {::getpid()})) {
-    shared->pids_.push_back(pid[0]);
-    shared->processes_.emplace_back(
-        static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(pid[0]), 0u)));
+  const SegmentLayout layout(control_bytes(size));
+  SegmentOffer offer;
+  std::vector<Segment> opened(size);
+  opened[self] = make_segment(layout, offer);
+  const auto offers = all_gather_numbers(
+      group, {opened[self] ? 1 : 0, host_in_test(self), offer.pid, offer.descriptor, offer.mark});
+  std::vector<int64_t> opens(size);
+  for (int rank = 0; rank < size; ++rank) {
+    const auto& [exists, host, pid, descriptor, mark] = std::tie(
+        offers[rank][0], offers[rank][1], offers[rank][2], offers[rank][3], offers[rank][4]);
+    if (exists == 0) return nullptr;
+    if (rank != self && host == offers[self][1]) {
+      opened[rank] = open_segment({pid, descriptor, mark}, layout);
+    }
+    opens[rank] = opened[rank] ? 1 : 0;
+    shared->pids_.push_back(pid);
   }
+  std::vector<std::vector<bool>> who_opens;
+  for (const auto& row : all_gather_numbers(group, opens)) {
+    who_opens.emplace_back(row.begin(), row.end());
+  }
+  auto hosts = group_by_host(who_opens);
+  auto control = opened[hosts.ranks[hosts.of(self)].front()];
+  shared->join(std::move(hosts), std::move(control));
+  SHARDSTEP_FAILURE_POINT("memory: connected");
   return shared;
+}
+
+int64_t SharedMemory::control_bytes(int ranks) {
+  return static_cast<int64_t>(sizeof(Rank)) * ranks + static_cast<int64_t>(sizeof(NoticeBoard));
+}
+
+// The control block is that of the host's first rank.
+void SharedMemory::join(Hosts hosts, Segment control) {
+  hosts_ = std::move(hosts);
+  host_ = hosts_.of(group_->getRank());
+  const auto& ranks = group_ranks();
+  rank_ =
+      static_cast<int>(std::find(ranks.begin(), ranks.end(), group_->getRank()) - ranks.begin());
+  control_ = std::move(control);
+  control_.file.reset();
+  std::byte* const memory = control_.memory.get();
+  ranks_ = reinterpret_cast<Rank*>(memory);
+  board_ = reinterpret_cast<NoticeBoard*>(memory + sizeof(Rank) * group_->getSize());
+  std::vector<int64_t> pids;
+  for (int rank : ranks) pids.push_back(pids_[rank]);
+  pids_ = std::move(pids);
+  for (int64_t pid : pids_) {
+    processes_.emplace_back(
+        static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0u)));
+  }
+}
+
+std::string SharedMemory::name_of(int rank) const {
+  return c10::str("rank ", group_ranks()[rank], " (process ", pids_[rank], ")");
 }
 
 void SharedMemory::close_what_all_have_opened() {
@@ -85,6 +120,7 @@ Segment SharedMemory::find_or_make(NoticeBoardLock& lock, int64_t key,
   if (auto* notice = board_->find(key)) {
     auto segment = notice->error == 0 ? open_segment(notice->offer, layout)
                                       : Segment{nullptr, nullptr, static_cast<int>(notice->error)};
+    SHARDSTEP_FAILURE_POINT("segment: opened");
     if (--notice->to_come == 0) {
       notice->key = 0;
       lock.has_changed();
@@ -96,7 +132,9 @@ Segment SharedMemory::find_or_make(NoticeBoardLock& lock, int64_t key,
   auto segment = make_segment(layout, vacant->offer);
   vacant->error = segment.error;
   vacant->to_come = world_size() - 1;
+  SHARDSTEP_FAILURE_POINT("segment: made");
   vacant->key = key;
+  SHARDSTEP_FAILURE_POINT("segment: offered");
   lock.has_changed();
   if (segment) offered_[key] = segment.file;
   return segment;
@@ -105,13 +143,18 @@ Segment SharedMemory::find_or_make(NoticeBoardLock& lock, int64_t key,
 Segment SharedMemory::allocate(int64_t key, const SegmentLayout& layout, ReserveOwn reserve_own) {
   TORCH_INTERNAL_ASSERT(key != 0);
   Segment segment;
+  SegmentOffer to_nobody;
   const auto done = [&] {
     NoticeBoardLock lock(*board_, rank(), [this](int holder) { return is_gone(holder); });
     if (lock.held()) segment = find_or_make(lock, key, layout);
     return segment || segment.error != 0;
   };
-  wait_until(done, {board_->changed, [] { return 0; },
-                    [] { return std::string("a turn to share memory"); }});
+  if (world_size() == 1) {
+    segment = make_segment(layout, to_nobody);
+  } else {
+    wait_until(done, {board_->changed, [] { return 0; },
+                      [] { return std::string("a turn to share memory"); }});
+  }
   if (segment && reserve_own == ReserveOwn::kNow && layout.bytes() > layout.header()) {
     segment.error = segment.reserve(layout.begin(rank()), layout.end(rank()));
   }
@@ -121,8 +164,8 @@ Segment SharedMemory::allocate(int64_t key, const SegmentLayout& layout, Reserve
 
 void SharedMemory::throw_no_room(int64_t bytes, int error) {
   const auto lost = who_is_gone(-1, /*anyone=*/true);
-  TORCH_CHECK(!lost, "shardstep: rank ", *lost, " (process ", pids_[*lost],
-              ") is gone, and its memory with it", who(group_));
+  TORCH_CHECK(!lost, "shardstep: ", name_of(*lost), " has died, and its memory is gone",
+              who(group_));
   const auto message = c10::str("expected room for ", bytes,
                                 " bytes of shared memory on this host, got: ", std::strerror(error),
                                 "; free memory, or use exchange \"pairwise\"");
@@ -151,7 +194,7 @@ void SharedMemory::raise(SharedCount& count) {
 
 void SharedMemory::wait(const SharedCount& count, uint32_t value, int rank,
                         const std::function<std::string()>& what) {
-  // About as long as a wake-up takes; more would take the core from ranks that have work.
+  // About as long as a wake-up takes; more would take the core away from ranks that have work.
   for (int i = 0; i < 1000; ++i) {
     if (count.reached(value)) return;
     spin_pause();
@@ -160,28 +203,40 @@ void SharedMemory::wait(const SharedCount& count, uint32_t value, int rank,
              {ranks_[rank].raised, [rank] { return rank; }, what});
 }
 
+void SharedMemory::check_count(const SharedCount& count, uint32_t most, int rank) const {
+  const auto value = count.value.load(std::memory_order_acquire);
+  input_of(rank).require(static_cast<int32_t>(most - value) >= 0, "a count that cannot be");
+}
+
+// Modelled in proofs/waiting.pml, as are raise() and give_up().
 void SharedMemory::wait_until(const std::function<bool()>& reached, const Waiting& waiting) {
   constexpr auto kPatience = std::chrono::seconds(2);  // with one that waits for another
+  constexpr std::chrono::milliseconds kMeanwhile{1};
   const auto begin = Clock::now();
+  const auto of_rank = [&](int rank) {
+    return rank < 0 ? std::string() : c10::str(" of rank ", group_ranks()[rank]);
+  };
   for (;;) {
     const uint32_t heard = waiting.bell.heard();
+    const bool more_to_do = meanwhile_ && meanwhile_();
     if (reached()) return;
     check_nobody_gave_up();
     const auto waited = Clock::now() - begin;
     const int rank = waiting.awaited();
     if (const auto lost = who_is_gone(rank, waited > kPatience)) {
-      // It may have done its part before it went.
+      // It may have done its part before it died.
       if (reached()) return;
-      TORCH_CHECK(false, "shardstep: rank ", *lost, " (process ", pids_[*lost],
-                  ") is gone, while waiting for ", waiting.what(), " of rank ", rank, who(group_));
+      TORCH_CHECK(false, "shardstep: ", name_of(*lost), " has died, while waiting for ",
+                  waiting.what(), of_rank(rank), who(group_));
     }
     TORCH_CHECK(waited < timeout_, "shardstep: waited ", timeout_.count(), " ms for ",
-                waiting.what(), " of rank ", rank, who(group_));
-    waiting.bell.wait(heard, waiting.look);
+                waiting.what(), of_rank(rank), who(group_));
+    waiting.bell.wait(heard, more_to_do ? std::min(waiting.look, kMeanwhile) : waiting.look);
   }
 }
 
 void SharedMemory::give_up(const std::string& message) {
+  const std::lock_guard lock(giving_up_);
   auto& own = ranks_[rank()];
   if (own.gave_up.load() != 0) return;
   const size_t size = std::min(message.size(), Rank::kMessage - 1);
@@ -195,12 +250,21 @@ void SharedMemory::give_up(const std::string& message) {
   board_->changed.ring();
 }
 
+void SharedMemory::start_anew() {
+  ranks_[rank()].gave_up.store(0, std::memory_order_release);
+  offered_.clear();
+  if (rank() != 0) return;
+  const NoticeBoardLock lock(*board_, rank(), [this](int holder) { return is_gone(holder); });
+  TORCH_INTERNAL_ASSERT(lock.held());
+  for (auto& notice : board_->notices) notice.key = 0;
+}
+
 void SharedMemory::check_nobody_gave_up() const {
   for (int rank = 0; rank < world_size(); ++rank) {
     const auto& other = ranks_[rank];
     if (other.gave_up.load(std::memory_order_acquire) == 0) continue;
     const std::string message(other.message, ::strnlen(other.message, Rank::kMessage));
-    TORCH_CHECK(false, "shardstep: rank ", rank, " gave up: ", message, who(group_));
+    TORCH_CHECK(false, "shardstep: rank ", group_ranks()[rank], " gave up: ", message, who(group_));
   }
 }
 

@@ -1,17 +1,22 @@
 #pragma once
 
-// Memory that the ranks of a group on one host share, and waiting for each other in it. Ranks may
-// be threads of one process. Thread safety: one thread at a time per rank.
+// Memory that the ranks of a group on one host share, and in which they wait for each other. Ranks
+// may be threads of one process. They are numbered within the host here; errors name them by their
+// rank in the group. Thread safety: one thread at a time per rank, except for raise(), give_up()
+// and bells.
 
 #include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "comm/peer_input.h"
 #include "comm/shared/counters.h"
+#include "comm/shared/hosts.h"
 #include "comm/shared/notice_board.h"
 #include "comm/shared/segment.h"
 #include "shardstep/process_group.h"
@@ -20,48 +25,66 @@ namespace shardstep::detail {
 
 class SharedMemory {
  public:
-  // Null if a rank cannot open what another one shares: then they are not on one host. Collective.
+  // With the ranks of the group whose memory this one can open, and that can open its own. Null on
+  // all ranks if one of them has no memory to share. In tests, the variable SHARDSTEP_TEST_HOSTS
+  // names the host of each rank ("a,a,b"; the last name is that of the rest), and ranks of
+  // different hosts do not try. Collective.
   static std::shared_ptr<SharedMemory> connect(const ProcessGroupPtr& group);
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
   ~SharedMemory();
 
-  int rank() const { return group_->getRank(); }
-  int world_size() const { return group_->getSize(); }
+  // All hosts of the group; which of them is this one, and who is on it.
+  const Hosts& hosts() const { return hosts_; }
+  size_t host() const { return host_; }
+  const std::vector<int>& group_ranks() const { return hosts_.ranks[host_]; }
+  int rank() const { return rank_; }
+  int world_size() const { return static_cast<int>(group_ranks().size()); }
 
-  // Zeroed memory that every rank sees which comes with the same key and layout; the header is
-  // reserved, and so is what `reserve_own` says of this rank's range. Throws if there is no room.
-  // Does not wait for other ranks, which may come with their keys in any order.
+  // Zeroed memory that all ranks that pass the same key and layout share. The header is reserved,
+  // and with ReserveOwn::kNow this rank's range too. Throws if there is no room. Does not wait for
+  // other ranks, which may use their keys in any order.
   enum class ReserveOwn { kNow, kLater };
   Segment allocate(int64_t key, const SegmentLayout& layout,
                    ReserveOwn reserve_own = ReserveOwn::kNow);
-  // After the other ranks know.
+  // Tells the other ranks first.
   [[noreturn]] void throw_no_room(int64_t bytes, int error);
 
-  // Raises a count of this rank, and wakes those who wait for it.
+  // Raises a count of this rank, and wakes the ranks that wait for it.
   void raise(SharedCount& count);
   // Returns when `count` of `rank` has reached `value`. `what` says what is waited for: "the
   // parameters". Throws as wait_until does.
   void wait(const SharedCount& count, uint32_t value, int rank,
             const std::function<std::string()>& what);
 
+  // Throws unless `count` of `rank` is at most `most`: a damaged rank must not make this one read
+  // what is not there.
+  void check_count(const SharedCount& count, uint32_t most, int rank) const;
+  PeerInput input_of(int rank) const { return {group_, group_ranks()[rank]}; }
+
   // Rung by other ranks when they have done something for `rank`.
   Bell& mail_bell(int rank) { return ranks_[rank].mail; }
-  // Looks whenever `bell` rings, and at least every `look`, until `reached` says so. Throws if a
-  // rank has given up, `awaited()` is gone, or the group's timeout has passed.
+  // Checks `reached` whenever `bell` rings, and at least every `look`, until it is true. Throws if
+  // a rank has given up, `awaited()` has died, or the group's timeout has passed.
   struct Waiting {
     Bell& bell;
-    std::function<int()> awaited;  // the rank, for the error
+    std::function<int()> awaited;  // the rank, for the error; -1 if it is not on this host
     std::function<std::string()> what;
     std::chrono::milliseconds look = std::chrono::milliseconds(100);
   };
   void wait_until(const std::function<bool()>& reached, const Waiting& waiting);
 
-  // From here on, whatever a rank waits for ends in an error that says this.
+  // Is called at least every millisecond by a rank that waits, as long as it returns that there is
+  // more to do. It must not wait.
+  void set_meanwhile(std::function<bool()> meanwhile) { meanwhile_ = std::move(meanwhile); }
+
+  // From here on, every wait of any rank ends in an error with this message.
   void give_up(const std::string& message);
+  // As Exchange says.
+  void start_anew();
 
  private:
-  // What a rank shows to all others.
+  // What a rank shares with all others.
   struct Rank {
     static constexpr size_t kMessage = 1024;
     Bell raised;  // a count of this rank
@@ -71,6 +94,9 @@ class SharedMemory {
   };
 
   explicit SharedMemory(const ProcessGroupPtr& group);
+  static int64_t control_bytes(int ranks);
+  void join(Hosts hosts, Segment control);
+  std::string name_of(int rank) const;
   bool is_gone(int rank) const;
   std::optional<int> who_is_gone(int awaited, bool anyone) const;
   void check_nobody_gave_up() const;
@@ -79,12 +105,17 @@ class SharedMemory {
 
   ProcessGroupPtr group_;
   std::chrono::milliseconds timeout_;
+  Hosts hosts_;
+  size_t host_ = 0;
+  int rank_ = 0;
+  std::function<bool()> meanwhile_;
+  std::mutex giving_up_;
   std::vector<int64_t> pids_;
-  std::vector<FileDescriptor> processes_;  // not open where the kernel has no such thing
+  std::vector<FileDescriptor> processes_;  // not open where the kernel does not support them
   Segment control_;
   Rank* ranks_ = nullptr;
   NoticeBoard* board_ = nullptr;
-  // Segments that this rank made and not all others have opened, by key.
+  // Segments that this rank created and not all others have opened yet, by key.
   std::map<int64_t, std::shared_ptr<const FileDescriptor>> offered_;
 };
 

@@ -1,12 +1,12 @@
-// Checkpoints that are not quite what the optimizer would write: of another torch, with state of
-// another dtype, of a module that was wrapped. And the bytes that all of them share.
+// Checkpoints that differ slightly from what the optimizer would write: from another torch, with
+// state of another dtype, from a wrapped module. Also the bytes that all of them share.
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include "format/crc32.h"
 #include "shardstep/checkpoint.h"
 #include "support/folder.h"
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep::test {

@@ -1,14 +1,14 @@
-// What a save promises: the moment of the call, failures that are said, one writer at a time, and
-// readers who are not disturbed.
+// What a save promises: a snapshot of the moment of the call, failures that are reported, one
+// writer at a time, and undisturbed readers.
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <future>
 #include <thread>
 
 #include "shardstep/checkpoint.h"
 #include "support/folder.h"
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep::test {
@@ -66,7 +66,7 @@ TEST(CheckpointSaving, TheBackgroundHasTheExtraOfTheCall) {
   });
 }
 
-TEST(CheckpointSaving, AFailureThatNobodyAskedForIsAWarning) {
+TEST(CheckpointSaving, AFailureThatNoCallReportedIsAWarning) {
   const Folder folder;
   ::testing::internal::CaptureStderr();
   run_ranks(1, [&](const ProcessGroupPtr& group) {
@@ -135,7 +135,7 @@ CheckpointIndex small_index() {
   return index;
 }
 
-// Each generation of these has one value everywhere.
+// All elements of one checkpoint have the same value.
 void write_generation(const std::string& directory, double value) {
   auto index = small_index();
   index.extra = c10::IValue(value);

@@ -4,12 +4,12 @@
 #include "shardstep/checkpoint.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <filesystem>
 #include <fstream>
 
 #include "support/folder.h"
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep {
@@ -295,7 +295,7 @@ TEST(Checkpoint, AFailedSaveLeavesTheLastOne) {
     // Here one rank's arguments are bad.
     const auto message = error_of<c10::Error>(
         [&] { zero.save_checkpoint(group->getRank() == 1 ? folder / "file" : path); });
-    EXPECT_NE(message.find("cannot make the directory"), std::string::npos) << message;
+    EXPECT_NE(message.find("cannot create the directory"), std::string::npos) << message;
     EXPECT_NE(message.find("(rank 1 of 2)"), std::string::npos) << message;
     zero.load_checkpoint(path);
     Checkpoint(path).verify();

@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <torch/torch.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -17,6 +16,7 @@
 #include "comm/shared/notice_board.h"
 #include "comm/shared/segment.h"
 #include "support/test_support.h"
+#include "support/torch.h"
 
 namespace shardstep {
 namespace {
@@ -25,7 +25,7 @@ std::unique_ptr<Exchange> shared_exchange(const ProcessGroupPtr& group) {
   return make_exchange(group, {.kind = ExchangeKind::kSharedMemory});
 }
 
-// A part of a bucket, for a test that looks at every element: exact in float.
+// A part of a bucket, for a test that checks every element: exact in float.
 at::Tensor part_of(int rank, int64_t numel, int round) {
   return torch::arange(numel, at::kFloat).remainder_(1000).mul_(rank + 1).add_(round);
 }
@@ -35,7 +35,7 @@ at::Tensor sum_of_parts(int world_size, int64_t numel, int round) {
   return torch::arange(numel, at::kFloat).remainder_(1000).mul_(ranks).add_(world_size * round);
 }
 
-// A bucket that is added up again and again; `numel` elements per rank, in two tensors.
+// A bucket that is summed repeatedly; `numel` elements per rank, in two tensors.
 class TestBucket {
  public:
   TestBucket(Exchange& exchange, const ProcessGroupPtr& group, int64_t numel, int number)
@@ -55,7 +55,6 @@ class TestBucket {
   bool ready() { return reduction_->ready(std::chrono::milliseconds(0)); }
   void finish(int round) {
     EXPECT_TRUE(at::equal(reduction_->finish(), sum_of_parts(world_size_, numel_, round)));
-    reduction_->release();
   }
 
  private:
@@ -65,7 +64,7 @@ class TestBucket {
   std::unique_ptr<Reduction> reduction_;
 };
 
-// Bytes of shared memory of ours that this process maps, each segment once.
+// Bytes of our shared memory that this process maps, each segment once.
 int64_t shared_bytes() {
   std::ifstream maps("/proc/self/maps");
   std::map<std::string, int64_t> by_inode;
@@ -103,9 +102,9 @@ TEST_P(SharedMemoryWorld, GradientsTakeSixteenMebibytesPerRank) {
       for (auto& bucket : buckets) bucket->finish(round);
     }
     // Parameters go back the other way.
-    std::vector<Parts> parts(1, Parts(GetParam()));
-    for (auto& part : parts[0]) part = {torch::zeros({1 << 20})};
-    exchange->all_gather_and_wait(parts);
+    Parts parts(GetParam());
+    for (auto& part : parts) part = {torch::zeros({1 << 20})};
+    exchange->all_gather_and_wait({&parts});
     group->barrier()->wait();
     EXPECT_GT(shared_bytes(), 0);
     EXPECT_LE(shared_bytes(), GetParam() * (int64_t{16} << 20));
@@ -160,13 +159,16 @@ TEST(SharedMemory, RandomOrdersSizesAndDelaysChangeNothing) {
   }
 }
 
-TEST(SharedMemory, WhoGivesUpIsHeardByThoseWhoWait) {
+TEST(SharedMemory, ARankThatGivesUpEndsTheWaitsOfOthers) {
   const std::vector<std::function<void(Exchange&)>> waits{
       [](Exchange& exchange) {
         Parts parts(3, {torch::zeros({4})});
         exchange.all_gather(parts, MessageTag::bucket(0))->wait();
       },
-      [](Exchange& exchange) { exchange.all_gather_and_wait({Parts(3, {torch::zeros({4})})}); },
+      [](Exchange& exchange) {
+        const Parts parts(3, {torch::zeros({4})});
+        exchange.all_gather_and_wait({&parts});
+      },
       [](Exchange& exchange) {
         Parts parts(3, {torch::zeros({4})});
         exchange.reduce_scatter(parts, MessageTag::bucket(0))->wait();

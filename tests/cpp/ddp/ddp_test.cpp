@@ -1,16 +1,16 @@
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <map>
 #include <tuple>
 
 #include "support/ddp_support.h"
+#include "support/torch.h"
 
 namespace shardstep::test {
 
 using Options = DistributedDataParallelOptions;
 
-// A type of a user's own, and one that nobody can look into.
+// A user-defined type, and one that cannot be searched for tensors.
 struct Output {
   at::Tensor logits;
   std::vector<at::Tensor> states;
@@ -407,7 +407,7 @@ TEST(DdpTest, OutputThatCannotBeSeenThrough) {
     DistributedDataParallel ddp(make(),
                                 Options().process_group(group).find_unused_parameters(true));
     expect_contains(error_of<c10::TypeError>([&] { ddp(input_of(0, 0)); }), "visit_tensors");
-    // Where nobody needs to look, any type will do.
+    // Where the tensors are not needed, any type works.
     struct AllUsed : torch::nn::Module {
       AllUsed() : layer(register_module("layer", torch::nn::Linear(6, 2))) {}
       Opaque forward(at::Tensor input) { return {layer(input)}; }

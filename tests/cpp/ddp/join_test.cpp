@@ -1,15 +1,15 @@
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "support/ddp_support.h"
+#include "support/torch.h"
 
 namespace shardstep::test {
 namespace {
 
 using Options = DistributedDataParallelOptions;
 
-// Uneven in every way: rank 0 first or last, somebody without any, all alike.
+// Uneven in every way: rank 0 first or last, a rank without any, all the same.
 std::vector<std::vector<int>> uneven_inputs(int world) {
   if (world == 1) return {{0}, {3}};
   if (world == 2) return {{3, 6}, {6, 3}, {0, 4}, {4, 0}, {3, 3}};
@@ -233,7 +233,7 @@ TEST(JoinTest, StaticGraphs) {
       }
     });
     expect_parity(ddp.parameters(), expected, 3);
-    // The first iteration shows the graph; a rank that has none is an error everywhere.
+    // The first iteration shows the graph; a rank that has none is an error on every rank.
     DistributedDataParallel other(Net(), Options().process_group(group).static_graph(true));
     expect_contains(error_of([&] {
                       join_uneven({other}, {}, [&] {
@@ -468,7 +468,7 @@ TEST(JoinTest, EarlyTerminationThrowsOnEveryRank) {
                       }),
                       "no more inputs");
       EXPECT_EQ(done, 2);
-      // All are left in a state to go on from.
+      // All ranks can continue afterwards.
       train(1);
     });
   }
@@ -500,7 +500,7 @@ TEST(JoinTest, ExceptionsPassThroughWithoutCommunication) {
           std::out_of_range);
       EXPECT_TRUE(warnings.messages.empty());
     }
-    // Both ranks may go on at once: rank 0 sent nothing that would be taken for this.
+    // Both ranks can continue at once: rank 0 sent nothing that could be mistaken for this.
     EXPECT_EQ(counter.add(1), 2);
   });
 }

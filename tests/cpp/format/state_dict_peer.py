@@ -21,6 +21,7 @@ SHAPES = [
     (4, 3),
     (2,),
 ]  # number 3 is transposed, number 4 gets no gradient
+MATRICES = [(3, 4), (5, 2), (4, 4), (4, 3), (2, 2)]  # for Muon
 GROUPS = [[0, 1], [2, 3, 4]]
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 CASES = {
@@ -56,7 +57,13 @@ CASES = {
         },
     ),
 }
-# Only Python can write these; C++ goes on from them.
+if hasattr(torch.optim, "Muon"):
+    CASES["muon"] = ("Muon", {"lr": 0.02, "momentum": 0.9})
+    CASES["muon_rms"] = (
+        "Muon",
+        {"lr": 0.02, "nesterov": False, "ns_steps": 4, "adjust_lr_fn": "match_rms_adamw"},
+    )
+# Only Python can write these; C++ continues from them.
 PYTHON_ONLY = {
     "adamw_fused": ("AdamW", dict(ADAM, fused=True)),
     "adamw_tensor_lr": ("AdamW", dict(ADAM, lr=torch.tensor(0.0078125), foreach=False)),
@@ -68,8 +75,9 @@ def pattern(shape, factor, shift):
     return (((torch.arange(numel) * factor + shift) % 11) - 5.5).div(16).reshape(shape)
 
 
-def make_params():
-    params = [pattern(shape, 3, i) for i, shape in enumerate(SHAPES)]
+def make_params(cls):
+    shapes = MATRICES if cls == "Muon" else SHAPES
+    params = [pattern(shape, 3, i) for i, shape in enumerate(shapes)]
     params[3] = params[3].t()
     return [torch.nn.Parameter(p) for p in params]
 
@@ -126,7 +134,7 @@ def check_dict(got, want):
 
 
 def go_on_from_ours(folder, cls, options):
-    params = make_params()
+    params = make_params(cls)
     optimizer = make_optimizer(cls, params, options)
     train(optimizer, params, 0)
     loaded = torch.load(folder / "ours_state.pt", weights_only=True)
@@ -140,7 +148,7 @@ def go_on_from_ours(folder, cls, options):
 
 
 def write_theirs(folder, cls, options):
-    params = make_params()
+    params = make_params(cls)
     optimizer = make_optimizer(cls, params, options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
     train(optimizer, params, 0)

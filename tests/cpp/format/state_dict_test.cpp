@@ -3,7 +3,6 @@
 #include <caffe2/serialize/inline_container.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
-#include <torch/torch.h>
 
 #include <csignal>
 #include <cstdlib>
@@ -14,6 +13,7 @@
 
 #include "shardstep/shardstep.h"
 #include "support/test_support.h"
+#include "support/torch.h"
 
 // torch's zip reader forgets its index when a damaged file makes its constructor throw.
 extern "C" const char* __lsan_default_suppressions() { return "leak:mz_zip_reader_"; }
@@ -23,7 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A folder that is gone at the end of the test.
+// A folder that is removed at the end of the test.
 class Folder {
  public:
   Folder() {
@@ -252,7 +252,7 @@ TEST(StateDict, RefusesWhatIsNoTorchFile) {
   }
 }
 
-// Reads the bytes as a file and looks at every element of what comes out.
+// Reads the bytes as a file and touches every element of the result.
 bool reads(const std::string& path, std::string_view bytes) {
   write_bytes(path, bytes);
   try {
@@ -339,8 +339,10 @@ at::Tensor pattern(at::IntArrayRef shape, int64_t factor, int64_t shift) {
   return (numbers % 11 - 5.5).to(at::kFloat).div(16).reshape(shape);
 }
 
-std::vector<at::Tensor> make_params() {
-  const std::vector<std::vector<int64_t>> shapes = {{3, 4}, {5}, {}, {4, 3}, {2}};
+std::vector<at::Tensor> make_params(const LocalOptimizer& local) {
+  using Shapes = std::vector<std::vector<int64_t>>;
+  const auto shapes = local.name == "Muon" ? Shapes{{3, 4}, {5, 2}, {4, 4}, {4, 3}, {2, 2}}
+                                           : Shapes{{3, 4}, {5}, {}, {4, 3}, {2}};
   std::vector<at::Tensor> params;
   for (size_t i = 0; i < shapes.size(); ++i) params.push_back(pattern(shapes[i], 3, i));
   params[3] = params[3].t();
@@ -428,6 +430,10 @@ std::vector<Case> cases() {
        local_optimizer(
            RMSpropOptions(0.01).alpha(0.9).eps(1e-6).weight_decay(0.1).momentum(0.9).centered(
                true))},
+      {"muon", local_optimizer(optim::MuonOptions(0.02).momentum(0.9))},
+      {"muon_rms",
+       local_optimizer(
+           optim::MuonOptions(0.02).nesterov(false).ns_steps(4).adjust_lr_fn("match_rms_adamw"))},
   };
 }
 
@@ -455,10 +461,11 @@ void with_zero(
 constexpr Sharding kShardings[] = {Sharding::kParameter, Sharding::kElement};
 
 // Two ranks go on from <prefix>_state.pt as Python did; what they consolidate at once is the state
-// that was in the file, to the bit.
+// that was in the file, bit for bit.
 void expect_goes_on(const LocalOptimizer& local, const std::string& prefix) {
   const auto state = read_state_dict(prefix + "_state.pt");
   for (auto sharding : kShardings) {
+    if (sharding == Sharding::kElement && !local.elementwise) continue;
     with_zero(
         local, sharding, [&] { return load_params(prefix + "_params.pt"); },
         [&](ZeroRedundancyOptimizer& zero, std::vector<at::Tensor>& params) {
@@ -482,14 +489,16 @@ TEST(StateDict, PythonGoesOnFromOursAndWeFromPythons) {
   size_t number = 0;
   for (const auto& [name, local] : cases()) {
     fs::create_directory(folder / name);
-    with_zero(local, kShardings[number++ % 2], make_params,
-              [&, name = name](ZeroRedundancyOptimizer& zero, std::vector<at::Tensor>& params) {
-                train(zero, params, 0);
-                if (const auto dict = zero.consolidate_state_dict(0)) {
-                  write_state_dict(*dict, folder / (name + "/ours_state.pt"));
-                  save_params(params, folder / (name + "/ours_params.pt"));
-                }
-              });
+    const auto sharding = local.elementwise ? kShardings[number++ % 2] : Sharding::kParameter;
+    with_zero(
+        local, sharding, [&local = local] { return make_params(local); },
+        [&, name = name](ZeroRedundancyOptimizer& zero, std::vector<at::Tensor>& params) {
+          train(zero, params, 0);
+          if (const auto dict = zero.consolidate_state_dict(0)) {
+            write_state_dict(*dict, folder / (name + "/ours_state.pt"));
+            save_params(params, folder / (name + "/ours_params.pt"));
+          }
+        });
   }
   ASSERT_NO_FATAL_FAILURE(run_peer(folder / ""));
 

@@ -1,5 +1,5 @@
-// Real launchers, real processes. SHARDSTEP_TEST_PROGRAM and SHARDSTEP_TEST_TORCHRUN are paths that
-// CMake gives.
+// Real launchers, real processes. CMake defines the paths SHARDSTEP_TEST_PROGRAM and
+// SHARDSTEP_TEST_TORCHRUN.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "support/folder.h"
 #include "support/subprocess.h"
 
 namespace shardstep::test {
@@ -31,9 +32,13 @@ std::vector<std::string> torchrun_two(const std::vector<std::string>& extra) {
   return command;
 }
 
-std::vector<std::string> mpirun_two(const std::string& mpirun) {
-  return {mpirun,      "-np",  "2",     "--allow-run-as-root", "--oversubscribe",
-          "--bind-to", "none", kProgram};
+// Two mpiruns that make one folder for their sessions at the same moment get in each other's way:
+// each has its own.
+std::unique_ptr<Subprocess> mpirun_two(const std::string& mpirun, const Folder& sessions) {
+  return std::make_unique<Subprocess>(
+      std::vector<std::string>{mpirun, "-np", "2", "--allow-run-as-root", "--oversubscribe",
+                               "--bind-to", "none", kProgram},
+      std::vector<std::string>{"TMPDIR=" + sessions / ""});
 }
 
 TEST(Launcher, NoneIsAGroupOfOne) {
@@ -69,10 +74,11 @@ TEST(Launcher, TorchrunRestartsDoNotMeetOldKeys) {
 TEST(Launcher, TwoMpirunsSideBySide) {
   auto mpirun = find_program("mpirun");
   if (mpirun.empty()) GTEST_SKIP() << "mpirun is not installed (Debian: openmpi-bin)";
-  Subprocess first(mpirun_two(mpirun));
-  Subprocess second(mpirun_two(mpirun));
-  expect_two_ranks(first.wait());
-  expect_two_ranks(second.wait());
+  const Folder sessions, others;
+  auto first = mpirun_two(mpirun, sessions);
+  auto second = mpirun_two(mpirun, others);
+  expect_two_ranks(first->wait());
+  expect_two_ranks(second->wait());
 }
 
 TEST(Launcher, Srun) {

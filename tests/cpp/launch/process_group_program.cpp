@@ -1,4 +1,4 @@
-// What the launcher tests start: joins the group, sums over it and over a sub-group in reverse
+// The program that launcher tests start: joins the group, sums over it and a sub-group in reverse
 // order, and prints one line per rank. With "fail-first", the first attempt exits with an error.
 
 #include <shardstep/process_group.h>

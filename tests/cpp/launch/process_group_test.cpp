@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <chrono>
@@ -9,6 +8,7 @@
 
 #include "shardstep/process_group.h"
 #include "support/test_support.h"
+#include "support/torch.h"
 
 namespace shardstep {
 namespace {

@@ -1,7 +1,7 @@
 #include "shardstep/local_optimizer.h"
+#include "support/torch.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 namespace shardstep {
 namespace {

@@ -1,6 +1,5 @@
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <cmath>
 #include <cstdio>
@@ -12,6 +11,7 @@
 #include "shardstep/optim/adam.h"
 #include "shardstep/optim/adamw.h"
 #include "shardstep/optim/sgd.h"
+#include "support/torch.h"
 
 namespace shardstep {
 namespace {
@@ -31,7 +31,7 @@ struct Terms {
   Tensors state;
 };
 
-// ---- the four optimizers, seen alike -----------------------------------------------------------
+// ---- one interface for the four optimizers -----------------------------------------------------
 
 template <typename OptionsT, typename StateT, typename PlainT, typename OursT>
 struct Kit {
@@ -376,7 +376,7 @@ TYPED_TEST(Optim, LowPrecisionIsNoWorseThanTorch) {
   }
 }
 
-// Steps both on one gradient each and expects the same bits everywhere.
+// Steps both on one gradient each and expects the same bits in both.
 template <typename Kit>
 void expect_same_bits(const Tensors& params, const Tensors& grads) {
   // Clones keep dense strides but close gaps: views must be rebuilt.

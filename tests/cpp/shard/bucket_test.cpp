@@ -1,7 +1,7 @@
 #include "shard/bucket.h"
+#include "support/torch.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 namespace shardstep {
 namespace {

@@ -29,7 +29,7 @@ void check(const Partition& partition, const std::vector<int64_t>& sizes) {
       EXPECT_GT(slice.rank, last_rank);
       at = slice.elements.end;
       last_rank = slice.rank;
-      // Where the slice says it lies, the bucket has the parameter, in its owner's shard.
+      // At the slice's offset the bucket has the parameter, in its owner's shard.
       const auto& bucket = partition.buckets()[slice.bucket];
       const Range in_bucket{slice.offset, slice.offset + slice.elements.size()};
       if (!in_bucket.empty()) {
@@ -72,7 +72,7 @@ void check(const Partition& partition, const std::vector<int64_t>& sizes) {
 }
 
 TEST(Partition, ByParameterIsSortedGreedy) {
-  // Four sizes, once a rank: every rank gets one of each.
+  // Four sizes, once per rank: every rank gets one of each.
   for (int world_size = 1; world_size <= 9; ++world_size) {
     std::vector<int64_t> sizes;
     for (int i = 0; i < world_size; ++i) sizes.insert(sizes.end(), {9, 7, 5, 3});
@@ -89,7 +89,7 @@ TEST(Partition, ByParameterCarriesSizesAcrossGroups) {
   EXPECT_EQ(partition.slices(0)[0].rank, 0);
   EXPECT_EQ(partition.slices(1)[0].rank, 1);
   EXPECT_EQ(partition.slices(2)[0].rank, 1);
-  // A later group goes on top, and moves nothing.
+  // A later group is added, and moves nothing.
   partition.add_groups({specs({2, 2})});
   EXPECT_EQ(partition.slices(0)[0].rank, 0);
   EXPECT_EQ(partition.slices(3)[0].rank, 1);
@@ -122,7 +122,7 @@ TEST(Partition, ByElementBalancesManySmallGroups) {
   for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(partition.owned_elements(rank), 25);
 }
 
-TEST(Partition, ByElementIsEvenWithinACacheLineARank) {
+TEST(Partition, ByElementIsEvenWithinACacheLinePerRank) {
   for (int world_size = 1; world_size <= 9; ++world_size) {
     Partition partition(Sharding::kElement, world_size);
     partition.add_groups({specs({4000000, 2000, 1, 999999})});

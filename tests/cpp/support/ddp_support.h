@@ -2,11 +2,10 @@
 
 // A model, inputs and a single process's result for the tests of DistributedDataParallel and Join.
 
-#include <torch/torch.h>
-
 #include <functional>
 #include <vector>
 
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep::test {

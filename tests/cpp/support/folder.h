@@ -11,7 +11,7 @@
 
 namespace shardstep::test {
 
-// A folder of its own for a test.
+// A temporary folder for a test.
 class Folder {
  public:
   Folder() {

@@ -1,7 +1,7 @@
 #pragma once
 
-// What a short run leaves out. `make test FULL=1` sets SHARDSTEP_FULL=1; SHARDSTEP_SEED, which
-// tools/run_tests.py prints, decides what a short run takes.
+// Which tests a short run skips. `make test FULL=1` sets SHARDSTEP_FULL=1; SHARDSTEP_SEED, which
+// tools/run_tests.py prints, selects what a short run includes.
 
 #include <cstdint>
 #include <vector>

@@ -4,13 +4,19 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <latch>
 #include <mutex>
+#include <sstream>
 #include <thread>
+
+#include "sim_device.h"
+#include "simccl.h"
+#include "support/device.h"
 
 namespace shardstep::test {
 namespace {
@@ -42,6 +48,16 @@ class Watchdog {
   std::thread thread_;
 };
 
+ProcessGroupPtr make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                           std::chrono::milliseconds timeout) {
+  if (!on_sim_device()) {
+    return make_process_group(store, rank, world_size,
+                              ProcessGroupOptions().backend("gloo").timeout(timeout));
+  }
+  sim::set_current_device(rank);
+  return sim::make_group(store, rank, world_size, timeout);
+}
+
 }  // namespace
 
 void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,
@@ -67,8 +83,7 @@ void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>
       bool started = false;
       try {
         at::set_num_threads(1);
-        group = make_process_group(store, rank, world_size,
-                                   ProcessGroupOptions().backend("gloo").timeout(timeout));
+        group = make_group(store, rank, world_size, timeout);
         started = true;
         connected.arrive_and_wait();
         body(group);
@@ -82,6 +97,31 @@ void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>
   }
   for (auto& thread : threads) thread.join();
   if (first_error) std::rethrow_exception(first_error);
+}
+
+Hosts::Hosts(const std::string& names) {
+  if (!names.empty()) ::setenv("SHARDSTEP_TEST_HOSTS", names.c_str(), 1);
+}
+
+Hosts::~Hosts() { ::unsetenv("SHARDSTEP_TEST_HOSTS"); }
+
+std::vector<std::vector<int>> ranks_by_host(const std::string& names, int world_size) {
+  std::vector<std::string> known;
+  std::vector<std::vector<int>> hosts;
+  std::istringstream all(names);
+  std::string name;
+  for (int rank = 0; rank < world_size; ++rank) {
+    std::string next;
+    if (std::getline(all, next, ',')) name = next;
+    const auto found = std::find(known.begin(), known.end(), name);
+    const auto host = static_cast<size_t>(found - known.begin());
+    if (found == known.end()) {
+      known.push_back(name);
+      hosts.emplace_back();
+    }
+    hosts[host].push_back(rank);
+  }
+  return hosts;
 }
 
 at::Generator generator(uint64_t seed) { return at::make_generator<at::CPUGeneratorImpl>(seed); }

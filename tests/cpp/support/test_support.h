@@ -1,23 +1,38 @@
 #pragma once
 
-// Runs ranks as threads of this process, on real Gloo, with a time limit.
+// Runs ranks as threads of this process, on real Gloo, or on simccl if the tests' device is the
+// simulated one, with a time limit.
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "shardstep/process_group.h"
 
 namespace shardstep::test {
 
-// Runs body(group) once a rank, each in a thread of its own. Prints every exception that a rank let
+// Runs body(group) on each rank, a thread per rank. Prints every exception that a rank let
 // through and rethrows the earliest, which is the cause of those that follow from it. A run that
 // takes longer than `limit` aborts the process with a message.
 void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,
                std::chrono::seconds limit = std::chrono::seconds(120),
                std::chrono::milliseconds timeout = std::chrono::seconds(30));
+
+// Names the host of each rank ("a,a,b") for groups that are made in its lifetime: ranks of
+// different hosts do not share memory. An empty string leaves them on one host.
+class Hosts {
+ public:
+  explicit Hosts(const std::string& names);
+  ~Hosts();
+  Hosts(const Hosts&) = delete;
+  Hosts& operator=(const Hosts&) = delete;
+};
+
+// The ranks of each host, in order of the hosts' lowest ranks.
+std::vector<std::vector<int>> ranks_by_host(const std::string& names, int world_size);
 
 // Random numbers of one's own: torch::manual_seed is shared by all ranks that are threads.
 at::Generator generator(uint64_t seed);

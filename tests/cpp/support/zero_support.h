@@ -2,23 +2,23 @@
 
 // A model, gradients and plain optimizers for the tests of ZeroRedundancyOptimizer.
 
-#include <torch/torch.h>
-
 #include <functional>
 #include <vector>
 
 #include "shardstep/shardstep.h"
+#include "support/device.h"
 #include "support/test_support.h"
+#include "support/torch.h"
 
 namespace shardstep::test {
 
-// Shapes that are even, odd, empty, without axes, and in another memory order.
+// Shapes that are even, odd, empty, 0-d, and in another memory order.
 inline std::vector<at::Tensor> make_params(uint64_t seed = 1) {
   const auto random = generator(seed);
   std::vector<at::Tensor> params;
   for (const auto& sizes : std::vector<std::vector<int64_t>>{
            {20, 5}, {20}, {0}, {1}, {}, {33}, {4, 3, 3, 3}, {7, 11}}) {
-    params.push_back(torch::randn(sizes, random));
+    params.push_back(on_device(torch::randn(sizes, random)));
   }
   params[6] = params[6].contiguous(at::MemoryFormat::ChannelsLast);
   for (auto& param : params) param.requires_grad_();
@@ -133,9 +133,8 @@ template <class E = c10::Error>
 std::string error_of(const std::function<void()>& body) {
   try {
     body();
-  } catch (const E& error) {
-    return error.what();
   } catch (const std::exception& error) {
+    if (dynamic_cast<const E*>(&error) != nullptr) return error.what();
     ADD_FAILURE() << "another type of exception: " << error.what();
     return "";
   }

@@ -1,8 +1,7 @@
-// Stage 2 against a reference that adds up the ranks' gradients in rank order and runs the same
-// optimizer unsharded: equal to the bit.
+// Stage 2 against a reference that sums the ranks' gradients in rank order, per host and then over
+// hosts, and runs the same optimizer unsharded: equal bit for bit.
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <optional>
 #include <random>
@@ -11,6 +10,7 @@
 #include "shard/shard_engine.h"
 #include "shardstep/shardstep.h"
 #include "support/full_run.h"
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep {
@@ -26,6 +26,7 @@ struct Way {
   bool share_parameters = false;
   bool overlap_forward = false;
   std::optional<at::ScalarType> gradient_dtype = std::nullopt;
+  std::string hosts;  // of the ranks, as SHARDSTEP_TEST_HOSTS takes them; empty: one
 };
 
 ZeroOptions options_of(const Way& way, const ProcessGroupPtr& group) {
@@ -44,7 +45,8 @@ ZeroOptions options_of(const Way& way, const ProcessGroupPtr& group) {
 std::string name_of(const Way& way) {
   return c10::str(static_cast<int>(way.exchange), " ", static_cast<int>(way.sharding), " ",
                   way.bucket_cap_mb, " ", way.flat, " ", way.share_parameters, " ",
-                  way.overlap_forward, " ", way.gradient_dtype ? *way.gradient_dtype : at::kFloat);
+                  way.overlap_forward, " ", way.gradient_dtype ? *way.gradient_dtype : at::kFloat,
+                  " ", way.hosts);
 }
 
 std::vector<Way> all_ways() {
@@ -60,14 +62,20 @@ std::vector<Way> all_ways() {
   return ways;
 }
 
-// Which parameters a rank uses in a pass. Number 4 nobody ever does, number 1 only rank 0.
+// Two ranks take every way; more of them, who are slower, a third in a short run.
+std::vector<Way> ways_for(int world_size) {
+  const auto ways = all_ways();
+  return world_size <= 2 ? ways : test::sample(ways, static_cast<int>(ways.size()) / 3);
+}
+
+// Which parameters a rank uses in a pass. No rank uses number 4, only rank 0 uses number 1.
 bool uses(int rank, int pass, size_t param) {
   if (param == 4) return false;
   if (param == 1) return rank == 0;
   return (pass + rank + static_cast<int>(param)) % 5 != 0;
 }
 
-// Element-wise, so that a gradient is the same to the bit wherever it is computed.
+// Element-wise, so that a gradient has the same bits wherever it is computed.
 at::Tensor loss_of(const Tensors& params, int rank, int pass) {
   const auto random = test::generator(1 + 100 * pass + rank);
   auto loss = torch::zeros({});
@@ -78,7 +86,7 @@ at::Tensor loss_of(const Tensors& params, int rank, int pass) {
   return loss;
 }
 
-// The gradients of one rank for some passes, added up as autograd does.
+// The gradients of one rank for some passes, accumulated as autograd does.
 Tensors gradients_of(const Tensors& params, int rank, const std::vector<int>& passes) {
   for (const auto& param : params) at::Tensor(param).mutable_grad().reset();
   for (int pass : passes) {
@@ -93,18 +101,28 @@ Tensors gradients_of(const Tensors& params, int rank, const std::vector<int>& pa
   return gradients;
 }
 
-// Adds the average of what the ranks have given to `sums`, in rank order; of gradients as they
-// travel, if they are rounded for that.
+// Adds the average of what the ranks have given to `sums`, in rank order, per host and then over
+// hosts; of gradients and of hosts' sums as they travel, if they are rounded for that.
 void add_average(const std::vector<Tensors>& given, const Tensors& params, Tensors& sums,
-                 std::optional<at::ScalarType> rounded_to) {
+                 const Way& way) {
+  const auto as_sent = [&](const at::Tensor& term) {
+    return way.gradient_dtype ? term.to(*way.gradient_dtype).to(term.scalar_type()) : term;
+  };
+  const auto hosts = test::ranks_by_host(way.hosts, static_cast<int>(given.size()));
   for (size_t i = 0; i < params.size(); ++i) {
     at::Tensor sum;
-    bool used = sums[i].defined();  // then a round in which nobody used it adds zeros
-    for (const auto& gradients : given) {
-      used = used || gradients[i].defined();
-      auto term = gradients[i].defined() ? gradients[i] : torch::zeros_like(params[i]).detach();
-      if (rounded_to) term = term.to(*rounded_to).to(params[i].scalar_type());
-      sum = sum.defined() ? sum + term : term.clone();
+    bool used = sums[i].defined();  // then a round in which no rank used it adds zeros
+    for (const auto& ranks : hosts) {
+      at::Tensor of_host;
+      for (int rank : ranks) {
+        const auto& gradient = given[rank][i];
+        used = used || gradient.defined();
+        const auto term =
+            as_sent(gradient.defined() ? gradient : torch::zeros_like(params[i]).detach());
+        of_host = of_host.defined() ? of_host + term : term.clone();
+      }
+      if (hosts.size() > 1) of_host = as_sent(of_host);
+      sum = sum.defined() ? sum + of_host : of_host;
     }
     if (!used) continue;
     sum.div_(static_cast<int64_t>(given.size()));
@@ -113,12 +131,12 @@ void add_average(const std::vector<Tensors>& given, const Tensors& params, Tenso
 }
 
 void add_average(const Tensors& params, int world_size, const std::vector<int>& passes,
-                 Tensors& sums, std::optional<at::ScalarType> rounded_to = std::nullopt) {
+                 Tensors& sums, const Way& way = {}) {
   std::vector<Tensors> given;
   for (int rank = 0; rank < world_size; ++rank) {
     given.push_back(gradients_of(params, rank, passes));
   }
-  add_average(given, params, sums, rounded_to);
+  add_average(given, params, sums, way);
 }
 
 void set_all(const Tensors& params, const Tensors& gradients) {
@@ -129,9 +147,10 @@ void set_all(const Tensors& params, const Tensors& gradients) {
 
 class Stage2Test : public testing::TestWithParam<int> {};
 
-// Six steps against the reference, to the bit.
+// Six steps equal the reference bit for bit.
 void expect_equals_reference(int world_size, const Way& way) {
   SCOPED_TRACE(name_of(way));
+  const test::Hosts hosts(way.hosts);
   test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
     const int rank = group->getRank();
     const auto params = test::make_params(7);
@@ -148,8 +167,7 @@ void expect_equals_reference(int world_size, const Way& way) {
       zero.step();
       zero.zero_grad();
       Tensors sums(params.size());
-      add_average(plain_params, world_size, {step}, sums,
-                  world_size > 1 ? way.gradient_dtype : std::nullopt);
+      add_average(plain_params, world_size, {step}, sums, world_size > 1 ? way : Way{});
       set_all(plain_params, sums);
       plain.step();
       zero.wait();
@@ -159,10 +177,120 @@ void expect_equals_reference(int world_size, const Way& way) {
 }
 
 TEST_P(Stage2Test, EqualsTheSumInRankOrderAndThePlainOptimizer) {
-  for (const auto& way : all_ways()) {
+  for (const auto& way : ways_for(GetParam())) {
     if (way.exchange == ExchangeKind::kNative && GetParam() > 2) continue;  // sums in any order
     expect_equals_reference(GetParam(), way);
   }
+}
+
+// Two and three hosts, with one to three ranks each, in order and mixed.
+struct HostCase {
+  int world_size;
+  Way way;
+};
+
+std::vector<HostCase> all_host_cases() {
+  std::vector<HostCase> cases;
+  for (const std::string hosts : {"a,b", "a,a,b", "a,b,b", "a,b,a,b", "a,a,a,b", "a,b,c",
+                                  "a,a,b,b,c", "a,b,c,c,b,a", "a,a,a,b,b,b", "a,a,a,b,c,c"}) {
+    const auto world_size = static_cast<int>(hosts.size() + 1) / 2;
+    for (auto way : all_ways()) {
+      if (way.exchange != ExchangeKind::kSharedMemory) continue;
+      way.exchange = ExchangeKind::kHierarchical;
+      way.hosts = hosts;
+      cases.push_back({world_size, way});
+      if (way.flat || way.bucket_cap_mb == 1e-6) continue;
+      way.overlap_forward = true;
+      cases.push_back({world_size, way});
+      way.overlap_forward = false;
+      way.share_parameters = true;
+      cases.push_back({world_size, way});
+      way.share_parameters = false;
+      way.gradient_dtype = way.sharding == Sharding::kElement ? at::kBFloat16 : at::kHalf;
+      cases.push_back({world_size, way});
+    }
+  }
+  return cases;
+}
+
+TEST(Stage2Hosts, EqualsTheSumPerHostAndThenOverHosts) {
+  for (const auto& [world_size, way] : test::sample(all_host_cases(), 16)) {
+    expect_equals_reference(world_size, way);
+  }
+}
+
+TEST(Stage2Hosts, FitTheExchangeToTheHosts) {
+  const auto expect_exchange = [](const std::string& names, const std::string& exchange,
+                                  bool share_parameters = false) {
+    const test::Hosts hosts(names);
+    test::run_ranks(3, [&](const ProcessGroupPtr& group) {
+      ZeroRedundancyOptimizer zero(
+          test::make_params(7), torch::optim::SGDOptions(1e-1),
+          options_of({.exchange = ExchangeKind::kAuto, .share_parameters = share_parameters},
+                     group));
+      EXPECT_EQ(zero.engine().exchange_name(), exchange);
+    });
+  };
+  expect_exchange("a,a,a", "shared_memory");
+  expect_exchange("a,b,c", "pairwise");
+  expect_exchange("a,b,a", "hierarchical");
+  expect_exchange("a,b,c", "hierarchical", /*share_parameters=*/true);
+}
+
+TEST(Stage2Hosts, HaveOneCopyOfSharedParametersEach) {
+  const test::Hosts hosts("a,b,b,a");
+  test::run_ranks(4, [&](const ProcessGroupPtr& group) {
+    const auto params = test::make_params(7);
+    ZeroRedundancyOptimizer zero(
+        params, torch::optim::SGDOptions(1e-1),
+        options_of({.exchange = ExchangeKind::kAuto, .share_parameters = true}, group));
+    at::NoGradGuard no_grad;
+    if (group->getRank() < 2) at::Tensor(params[0]).fill_(group->getRank());
+    group->barrier()->wait();
+    const int first = group->getRank() % 3 == 0 ? 0 : 1;  // of this host
+    EXPECT_TRUE(at::equal(params[0], at::full_like(params[0], first)));
+  });
+}
+
+// Ranks that are late, each in its own places.
+TEST(Stage2Hosts, DelaysChangeNothing) {
+  const Way way{.exchange = ExchangeKind::kHierarchical,
+                .bucket_cap_mb = 3e-4,
+                .overlap_forward = true,
+                .hosts = "a,a,b"};
+  const test::Hosts hosts(way.hosts);
+  test::run_ranks(
+      3,
+      [&](const ProcessGroupPtr& group) {
+        const int rank = group->getRank();
+        std::mt19937 random(rank);
+        const auto dawdle = [&] {
+          if (random() % 3 == 0)
+            std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+        };
+        const auto params = test::make_params(7);
+        const auto plain_params = test::make_params(7);
+        ZeroRedundancyOptimizer zero(params, torch::optim::AdamOptions(1e-2),
+                                     options_of(way, group));
+        optim::Adam plain(plain_params, torch::optim::AdamOptions(1e-2));
+        for (int step = 0; step < test::rounds(10, 500); ++step) {
+          zero.wait();
+          dawdle();
+          loss_of(params, rank, step).backward();
+          dawdle();
+          zero.step();
+          dawdle();
+          zero.zero_grad();
+          Tensors sums(params.size());
+          add_average(plain_params, 3, {step}, sums, way);
+          set_all(plain_params, sums);
+          plain.step();
+          dawdle();
+          zero.wait();
+          test::expect_equal(params, plain_params, c10::str("step ", step));
+        }
+      },
+      std::chrono::seconds(600));
 }
 
 TEST_P(Stage2Test, SharedParametersEqualTheReference) {
@@ -177,16 +305,16 @@ TEST_P(Stage2Test, SharedParametersEqualTheReference) {
 }
 
 TEST_P(Stage2Test, ParametersThatTravelInTheNextForwardEqualTheReference) {
-  for (auto way : all_ways()) {
+  for (auto way : ways_for(GetParam())) {
     if (way.flat || (way.exchange == ExchangeKind::kNative && GetParam() > 2)) continue;
     way.overlap_forward = true;
     expect_equals_reference(GetParam(), way);
   }
 }
 
-// Also on the backend's own collectives: rounded gradients are added up by us there too.
+// Also on the backend's own collectives: we sum rounded gradients there too.
 TEST_P(Stage2Test, RoundedGradientsAreAddedUpInFullWidth) {
-  for (auto way : all_ways()) {
+  for (auto way : ways_for(GetParam())) {
     if (way.flat || way.bucket_cap_mb == 1e-6) continue;
     for (auto dtype : {at::kBFloat16, at::kHalf}) {
       way.gradient_dtype = dtype;
@@ -197,7 +325,7 @@ TEST_P(Stage2Test, RoundedGradientsAreAddedUpInFullWidth) {
 
 TEST_P(Stage2Test, BackwardPassesAddUp) {
   const int world_size = GetParam();
-  for (const auto& way : all_ways()) {
+  for (const auto& way : ways_for(world_size)) {
     if (way.exchange == ExchangeKind::kNative || way.flat) continue;
     SCOPED_TRACE(name_of(way));
     test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
@@ -261,7 +389,7 @@ TEST_P(Stage2Test, ClipsByTheNormOfAllGradients) {
           EXPECT_NEAR(norm, expected, 1e-5 * expected);
           plain.step();
           for (size_t i = 0; i < params.size(); ++i) {
-            // The norms are added up in another order.
+            // The norms are summed in another order.
             EXPECT_TRUE(torch::allclose(params[i], plain_params[i], 1e-5, 1e-7)) << i;
           }
         }
@@ -350,7 +478,36 @@ TEST_P(Stage2ExchangeTest, ARankWithoutABackwardPassCountsAsZero) {
     set_all(plain_params, gradients);
     plain.step();
     test::expect_equal(params, plain_params);
-    zero.step();  // nobody has gradients
+    zero.step();  // no rank has gradients
+    test::expect_equal(params, plain_params);
+  });
+}
+
+// Not even for a rank whose forward pass has thrown.
+TEST_P(Stage2ExchangeTest, ZeroGradWaitsForNobody) {
+  test::run_ranks(2, [&](const ProcessGroupPtr& group) {
+    const auto params = test::make_params(7);
+    const auto plain_params = test::make_params(7);
+    ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-1),
+                                 options_of({.exchange = GetParam()}, group));
+    optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-1));
+    for (bool set_to_none : {true, false}) {
+      if (group->getRank() == 1) loss_of(params, 1, 0).backward();
+      zero.zero_grad(set_to_none);
+      loss_of(params, 2, group->getRank()).backward();
+      // This gradient may have been added to one that rank 1 has forgotten.
+      EXPECT_THROW(zero.step(), c10::Error);
+      test::expect_equal(params, plain_params);
+      zero.zero_grad();
+    }
+    loss_of(params, 2, group->getRank()).backward();
+    zero.step();
+    auto gradients = gradients_of(plain_params, 2, {0, 1});
+    for (auto& gradient : gradients) {
+      if (gradient.defined()) gradient.div_(2);
+    }
+    set_all(plain_params, gradients);
+    plain.step();
     test::expect_equal(params, plain_params);
   });
 }
@@ -411,7 +568,7 @@ TEST_P(Stage2ExchangeTest, GenericCodeFailsLoudly) {
   });
 }
 
-// Ranks drift apart at random; whoever is ahead must not overwrite what another still reads.
+// Ranks drift apart at random; a rank that is ahead must not overwrite what another still reads.
 TEST_P(Stage2ExchangeTest, RandomDelaysChangeNothing) {
   constexpr int kWorldSize = 3;
   const int steps = test::rounds(50, 500);
@@ -499,11 +656,15 @@ RandomCase random_case(int seed) {
   std::mt19937 random(seed);
   const auto up_to = [&](int limit) { return static_cast<int>(random() % (limit + 1)); };
   RandomCase c{.world_size = 1 + up_to(3)};
-  c.way.exchange = up_to(1) ? ExchangeKind::kPairwise : ExchangeKind::kSharedMemory;
+  c.way.exchange = std::vector{ExchangeKind::kPairwise, ExchangeKind::kSharedMemory,
+                               ExchangeKind::kHierarchical}[up_to(2)];
+  for (int rank = 0; c.way.exchange == ExchangeKind::kHierarchical && rank < c.world_size; ++rank) {
+    c.way.hosts += c10::str(rank == 0 ? "" : ",", up_to(2));
+  }
   c.way.sharding = up_to(2) ? Sharding::kElement : Sharding::kParameter;
   c.way.bucket_cap_mb = std::vector<double>{0, 1e-6, 1e-4, 1e-3}[up_to(3)];
   c.way.flat = up_to(1);
-  c.way.share_parameters = c.way.exchange == ExchangeKind::kSharedMemory && up_to(1);
+  c.way.share_parameters = c.way.exchange != ExchangeKind::kPairwise && up_to(1);
   c.way.overlap_forward = up_to(1);
   if (up_to(3) == 0) c.way.gradient_dtype = up_to(1) ? at::kBFloat16 : at::kHalf;
   const int params = 1 + up_to(7);
@@ -529,9 +690,10 @@ RandomCase random_case(int seed) {
 }
 
 TEST(Stage2, RandomModelsEqualTheReference) {
-  for (int seed : test::sample(60, 12)) {
+  for (int seed : test::sample(90, 16)) {
     const auto c = random_case(seed);
     SCOPED_TRACE(c10::str("seed ", seed, ", ", c.world_size, " ranks, ", name_of(c.way)));
+    const test::Hosts hosts(c.way.hosts);
     test::run_ranks(c.world_size, [&](const ProcessGroupPtr& group) {
       const auto make = [&] {
         const auto random = test::generator(seed);
@@ -571,7 +733,7 @@ TEST(Stage2, RandomModelsEqualTheReference) {
         for (int pass : passes) {
           zero.wait();
           backward(params, group->getRank(), pass);
-          // A group of one lets autograd add up.
+          // In a group of one, autograd accumulates.
           std::vector<Tensors> given;
           for (int rank = 0; rank < c.world_size; ++rank) {
             if (c.world_size > 1 || pass == passes.front()) plain.zero_grad();
@@ -582,7 +744,7 @@ TEST(Stage2, RandomModelsEqualTheReference) {
           if (c.world_size == 1) {
             sums = given.front();
           } else {
-            add_average(given, params, sums, c.way.gradient_dtype);
+            add_average(given, params, sums, c.way);
           }
         }
         if (c.clip_value) zero.clip_grad_value_(*c.clip_value);

@@ -1,9 +1,8 @@
-// What code that knows nothing of sharding does to a model and its optimizer: the plain result, or
-// a clear error on every rank.
+// Code that knows nothing about sharding gets the plain optimizer's result, or a clear error on
+// every rank.
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
-#include <torch/torch.h>
 
 #include <algorithm>
 #include <chrono>
@@ -12,6 +11,9 @@
 
 #include "shard/shard_engine.h"
 #include "shardstep/shardstep.h"
+#include "support/ddp_support.h"
+#include "support/folder.h"
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep::traps {
@@ -42,6 +44,12 @@ void backward(const Tensors& params) {
   loss.backward();
 }
 
+void iterate(ZeroRedundancyOptimizer& zero, const Tensors& params) {
+  zero.zero_grad();
+  backward(params);
+  zero.step();
+}
+
 void expect_names(const std::string& message, const std::string& part) {
   EXPECT_NE(message.find(part), std::string::npos) << message;
   EXPECT_NE(message.find("(rank "), std::string::npos) << message;
@@ -64,7 +72,8 @@ void apply(const Change& change, const at::Tensor& param) {
   at::Tensor(param).set_data(change.of(param.detach()));
 }
 
-// One step, then the change, on all ranks or on rank 1 only; the next step is an error everywhere.
+// One step, then the change, on all ranks or on rank 1 only; the next step is an error on every
+// rank.
 void expect_refused(const ZeroOptions& options, const Change& change, bool on_all_ranks) {
   SCOPED_TRACE(c10::str(change.name, ", stage ", options.stage(), ", sharding ",
                         static_cast<int>(options.sharding()), ", exchange ",
@@ -132,9 +141,7 @@ TEST(ChangedParameters, AreRefusedThoughTheyAreChangedBackBeforeTheStep) {
     backward(params);
     if (group->getRank() == 1) at::Tensor(params[1]).set_data(before);
     expect_names(error_of<c10::ValueError>([&] { zero.step(); }), "parameter 1");
-    zero.zero_grad();
-    backward(params);
-    zero.step();
+    iterate(zero, params);
   });
 }
 
@@ -326,7 +333,7 @@ TEST(OverlapForward, ClippingWorksForARankWithoutABatch) {
                 EXPECT_GT(zero.clip_grad_norm_(0.1), 0);
               }
               zero.step();
-              if (step % 2 != group->getRank()) zero.zero_grad();
+              zero.zero_grad();
             }
             zero.wait();
           },
@@ -389,38 +396,173 @@ class PickySGD : public torch::optim::SGD {
 };
 thread_local bool PickySGD::refuses = false;
 
-// The other ranks finish their step, and hear of it in the next one.
-TEST(Step, AnUpdateThatThrowsOnOneRankLeavesNobodyWaiting) {
-  for (auto exchange : kExchanges) {
-    for (int stage : {1, 2}) {
+LocalOptimizer picky_sgd() {
+  auto local = local_optimizer(torch::optim::SGDOptions(1e-2));
+  local.make = [](std::vector<torch::optim::OptimizerParamGroup> groups) {
+    return std::make_unique<PickySGD>(std::move(groups), torch::optim::SGDOptions(1e-2));
+  };
+  return local;
+}
+
+// The update throws on rank 1 in `step`; `hear` is where the others throw, within seconds.
+void expect_failure_everywhere(const ProcessGroupPtr& group, const std::function<void()>& step,
+                               const std::function<void()>& hear) {
+  step();
+  PickySGD::refuses = group->getRank() == 1;
+  if (group->getRank() == 1) {
+    EXPECT_TRUE(error_of(step).starts_with("not today"));
+    hear();
+  } else {
+    step();
+    expect_names(error_of(hear), "rank 1 failed in its update with: not today");
+  }
+  PickySGD::refuses = false;
+  group->barrier()->wait();
+  step();
+}
+
+void expect_same_everywhere(const ProcessGroupPtr& group, const Tensors& params) {
+  for (const auto& param : params) {
+    Tensors whole{param.detach().clone()};
+    group->broadcast(whole, {})->wait();
+    EXPECT_TRUE(at::equal(whole[0], param));
+  }
+}
+
+TEST(Step, AnUpdateThatThrowsOnOneRankIsAnErrorOnAllInThatStep) {
+  for (const auto exchange : kExchanges) {
+    for (const auto sharding : kShardings) {
+      for (int stage : {1, 2}) {
+        SCOPED_TRACE(c10::str("exchange ", static_cast<int>(exchange), ", stage ", stage));
+        run_ranks(
+            3,
+            [&](const ProcessGroupPtr& group) {
+              const auto params = make_params();
+              ZeroRedundancyOptimizer zero(
+                  params, picky_sgd(),
+                  ZeroOptions().stage(stage).sharding(sharding).exchange(exchange).process_group(
+                      group));
+              const auto step = [&] { iterate(zero, params); };
+              step();
+              PickySGD::refuses = group->getRank() == 1;
+              const auto message = error_of(step);
+              PickySGD::refuses = false;
+              EXPECT_NE(message.find("not today"), std::string::npos) << message;
+              if (group->getRank() != 1) expect_names(message, "rank 1 failed in its update");
+              step();
+              expect_same_everywhere(group, params);
+            },
+            std::chrono::seconds(60), std::chrono::seconds(10));
+      }
+    }
+  }
+}
+
+TEST(Step, AnUpdateThatThrowsIsHeardWithSharedParameters) {
+  run_ranks(
+      2,
+      [&](const ProcessGroupPtr& group) {
+        const auto params = make_params();
+        ZeroRedundancyOptimizer zero(
+            params, picky_sgd(),
+            ZeroOptions().stage(2).share_parameters(true).process_group(group));
+        const auto step = [&] { iterate(zero, params); };
+        step();
+        PickySGD::refuses = group->getRank() == 1;
+        EXPECT_NE(error_of(step).find("not today"), std::string::npos);
+        PickySGD::refuses = false;
+        step();
+      },
+      std::chrono::seconds(60), std::chrono::seconds(10));
+}
+
+TEST(Step, AnUpdateThatThrowsIsHeardWhenParametersAreWaitedFor) {
+  for (const auto exchange : kExchanges) {
+    run_ranks(
+        2,
+        [&](const ProcessGroupPtr& group) {
+          const auto params = make_params();
+          ZeroRedundancyOptimizer zero(
+              params, picky_sgd(),
+              ZeroOptions().stage(2).overlap_forward(true).exchange(exchange).process_group(group));
+          const auto step = [&] {
+            zero.wait();  // before the forward pass reads parameters
+            iterate(zero, params);
+          };
+          expect_failure_everywhere(group, step, [&] { zero.wait(); });
+          zero.wait();
+          expect_same_everywhere(group, params);
+        },
+        std::chrono::seconds(60), std::chrono::seconds(10));
+  }
+}
+
+TEST(Step, AnUpdateInsideTheBackwardPassThatThrowsIsAnErrorOnAll) {
+  for (const auto exchange : kExchanges) {
+    for (const auto hook : {hook_with_zero_step, hook_with_zero_step_interleaved}) {
       run_ranks(
           2,
           [&](const ProcessGroupPtr& group) {
-            auto local = local_optimizer(torch::optim::SGDOptions(1e-2));
-            local.make = [](std::vector<torch::optim::OptimizerParamGroup> groups) {
-              return std::make_unique<PickySGD>(std::move(groups), torch::optim::SGDOptions(1e-2));
-            };
-            const auto params = make_params();
+            test::Net net(1);
+            DistributedDataParallel<test::Net> ddp(
+                net, DistributedDataParallelOptions().process_group(group).bucket_cap_mb(1e-4));
             ZeroRedundancyOptimizer zero(
-                params, local, ZeroOptions().stage(stage).exchange(exchange).process_group(group));
+                net->parameters(), picky_sgd(),
+                ZeroOptions().overlap_with_ddp(true).exchange(exchange).process_group(group));
+            ddp.register_comm_hook(hook(allreduce_hook(group), ddp, zero, false));
             const auto step = [&] {
-              zero.zero_grad();
-              backward(params);
-              zero.step();
+              ddp.forward(test::input_of(group->getRank(), 0)).square().sum().backward();
+              zero.wait();
             };
             step();
             PickySGD::refuses = group->getRank() == 1;
-            if (group->getRank() == 1) {
-              EXPECT_NE(error_of(step).find("not today"), std::string::npos);
-            } else {
-              step();
-            }
+            const auto message = error_of(step);
             PickySGD::refuses = false;
-            EXPECT_NE(error_of(step).find("not today"), std::string::npos);
+            EXPECT_NE(message.find("not today"), std::string::npos) << message;
             step();
+            expect_same_everywhere(group, net->parameters());
           },
           std::chrono::seconds(60), std::chrono::seconds(10));
     }
+  }
+}
+
+// An optimizer that looks at the loss twice in a step.
+class TwiceSGD : public torch::optim::SGD {
+ public:
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure) override {
+    if (!closure) return SGD::step();
+    closure();
+    SGD::step();
+    return closure();
+  }
+};
+
+TEST(Step, ASecondClosureThatThrowsOnOneRankIsAnErrorOnAll) {
+  for (int stage : {1, 2}) {
+    run_ranks(
+        2,
+        [&](const ProcessGroupPtr& group) {
+          auto local = local_optimizer(torch::optim::SGDOptions(1e-2));
+          local.make = [](std::vector<torch::optim::OptimizerParamGroup> groups) {
+            return std::make_unique<TwiceSGD>(std::move(groups), torch::optim::SGDOptions(1e-2));
+          };
+          const auto params = make_params();
+          ZeroRedundancyOptimizer zero(params, local,
+                                       ZeroOptions().stage(stage).process_group(group));
+          int calls = 0;
+          const auto message = error_of([&] {
+            zero.step([&] {
+              TORCH_CHECK(++calls < 2 || group->getRank() == 0, "once is enough");
+              zero.zero_grad();
+              backward(params);
+              return torch::ones({});
+            });
+          });
+          EXPECT_NE(message.find("once is enough"), std::string::npos) << message;
+        },
+        std::chrono::seconds(60), std::chrono::seconds(10));
   }
 }
 
@@ -445,8 +587,8 @@ TEST(Step, AClosureThatThrowsOnOneRankIsAnErrorOnAll) {
   }
 }
 
-// Room for shared memory runs out when the second group is added.
-TEST(AddParamGroup, ThatFailsAddsNothing) {
+// Room for shared memory runs out when the second group is added, and is there again later.
+TEST(AddParamGroup, ThatFailsAddsNothingAndCanBeTriedAgain) {
   std::signal(SIGXFSZ, SIG_IGN);
   rlimit unlimited{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &unlimited), 0);
@@ -458,29 +600,126 @@ TEST(AddParamGroup, ThatFailsAddsNothing) {
         ZeroRedundancyOptimizer zero(
             Tensors(params), torch::optim::SGDOptions(1e-2),
             ZeroOptions().stage(2).share_parameters(true).process_group(group));
-        backward(params);
-        zero.step();
-        group->barrier()->wait();
-        rlimit small = unlimited;
-        small.rlim_cur = 1 << 20;
-        if (group->getRank() == 0) setrlimit(RLIMIT_FSIZE, &small);
-        group->barrier()->wait();
-        EXPECT_THROW(zero.add_param_group(torch::optim::OptimizerParamGroup({more})),
-                     std::exception);
-        EXPECT_EQ(zero.param_groups().size(), 1u);
-        EXPECT_EQ(zero.engine().param_count(), 3);
-        group->barrier()->wait();
-        if (group->getRank() == 0) setrlimit(RLIMIT_FSIZE, &unlimited);
-        group->barrier()->wait();
-        // Ranks that ran out of shared memory cannot go on together, and say so.
-        const auto message = error_of([&] {
-          zero.zero_grad();
-          backward(params);
-          zero.step();
-        });
-        EXPECT_NE(message.find("expected room for"), std::string::npos) << message;
+        const auto step = [&](const Tensors& all) { iterate(zero, all); };
+        step(params);
+        for (int attempt = 0; attempt < 2; ++attempt) {
+          group->barrier()->wait();
+          rlimit small = unlimited;
+          small.rlim_cur = 1 << 20;
+          if (group->getRank() == 0) setrlimit(RLIMIT_FSIZE, &small);
+          group->barrier()->wait();
+          const auto message = error_of<std::exception>(
+              [&] { zero.add_param_group(torch::optim::OptimizerParamGroup({more})); });
+          EXPECT_NE(message.find("expected room for"), std::string::npos) << message;
+          EXPECT_EQ(zero.param_groups().size(), 1u);
+          EXPECT_EQ(zero.engine().param_count(), 3);
+          group->barrier()->wait();
+          if (group->getRank() == 0) setrlimit(RLIMIT_FSIZE, &unlimited);
+          group->barrier()->wait();
+          step(params);
+        }
+        zero.add_param_group(torch::optim::OptimizerParamGroup({more}));
+        Tensors all = params;
+        all.push_back(more);
+        step(all);
+
+        const auto plain_params = make_params();
+        const auto plain_more = torch::ones({1 << 22}).requires_grad_();
+        torch::optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-2));
+        for (int step = 0; step < 4; ++step) {
+          plain.zero_grad();
+          if (step == 3) plain.add_param_group(torch::optim::OptimizerParamGroup({plain_more}));
+          backward(plain_params);
+          if (step == 3) backward({plain_more});
+          plain.step();
+        }
+        test::expect_equal(params, plain_params);
+        test::expect_equal(Tensors{more}, Tensors{plain_more});
       },
       std::chrono::seconds(60), std::chrono::seconds(20));
+}
+
+TEST(AddParamGroup, AParameterListedTwiceIsAWarning) {
+  run_ranks(1, [&](const ProcessGroupPtr& group) {
+    const auto params = make_params();
+    test::Warnings warnings;
+    ZeroRedundancyOptimizer zero(Tensors{params[0], params[1], params[0]},
+                                 torch::optim::SGDOptions(1e-2),
+                                 ZeroOptions().process_group(group));
+    EXPECT_EQ(zero.param_groups()[0].params().size(), 2u);
+    EXPECT_TRUE(warnings.any("param group 0 lists 1 parameters more than once"));
+    zero.add_param_group(torch::optim::OptimizerParamGroup({params[2]}));
+    EXPECT_EQ(warnings.messages.size(), 1u);
+  });
+}
+
+// -- module= --------------------------------------------------------------------------------------
+
+struct Net : torch::nn::Module {
+  Net() {
+    layers = register_module(
+        "layers", torch::nn::Sequential(torch::nn::Linear(5, 4), torch::nn::BatchNorm1d(4)));
+    frozen = register_parameter("frozen", torch::randn({4}), /*requires_grad=*/false);
+    register_buffer("own", torch::randn({3}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return layers->forward(x) + frozen; }
+  torch::nn::Sequential layers{nullptr};
+  at::Tensor frozen;
+};
+
+TEST(Module, BuffersAreRankZerosBeforeEachForward) {
+  for (const bool broadcasts : {true, false}) {
+    run_ranks(3, [&](const ProcessGroupPtr& group) {
+      torch::manual_seed(group->getRank());
+      const auto net = std::make_shared<Net>();
+      ZeroRedundancyOptimizer zero(
+          net->layers->parameters(), torch::optim::SGDOptions(1e-1),
+          ZeroOptions().stage(2).module(net).broadcast_buffers(broadcasts).process_group(group));
+      expect_same_everywhere(group, net->buffers());
+      expect_same_everywhere(group, net->parameters());
+      for (int step = 0; step < 3; ++step) {
+        zero.zero_grad();
+        net->forward(torch::randn({6, 5}) * (1 + group->getRank())).square().sum().backward();
+        Tensors mean{net->buffers()[1].clone()};
+        group->broadcast(mean, {})->wait();
+        zero.step();
+        expect_same_everywhere(group, net->parameters());
+        if (broadcasts) {
+          expect_same_everywhere(group, net->buffers());
+          EXPECT_TRUE(at::equal(net->buffers()[1], mean[0]));
+        } else if (group->getRank() > 0) {
+          EXPECT_FALSE(at::equal(net->buffers()[1], mean[0]));
+        }
+      }
+    });
+  }
+}
+
+TEST(Module, NamesAreInErrorsAndCheckpoints) {
+  const test::Folder folder;
+  run_ranks(2, [&](const ProcessGroupPtr& group) {
+    const auto net = std::make_shared<Net>();
+    ZeroRedundancyOptimizer zero(net->layers->parameters(), torch::optim::SGDOptions(1e-1),
+                                 ZeroOptions().stage(2).module(net).process_group(group));
+    zero.save_checkpoint(folder / "c");
+    EXPECT_EQ(Checkpoint(folder / "c").index().parameters[1].name, "layers.0.bias");
+    const auto bias = net->layers->parameters()[1];
+    apply(kToDouble, bias);
+    expect_names(error_of([&] { zero.step(); }), "expected parameter 1 (layers.0.bias) to stay");
+  });
+}
+
+TEST(Module, IsRefusedWhereItDoesNotFit) {
+  run_ranks(2, [&](const ProcessGroupPtr& group) {
+    const auto net = std::make_shared<Net>();
+    const auto make = [&](int stage) {
+      ZeroRedundancyOptimizer(net->layers->parameters(), torch::optim::SGDOptions(1e-1),
+                              ZeroOptions().stage(stage).module(net).process_group(group));
+    };
+    EXPECT_NE(error_of([&] { make(1); }).find("expected stage 2 with module"), std::string::npos);
+    if (group->getRank() == 1) net->register_buffer("another", torch::zeros({2}));
+    expect_names(error_of([&] { make(2); }), "expected the same on every rank");
+  });
 }
 
 }  // namespace

@@ -1,15 +1,15 @@
-// hook_with_zero_step and its interleaved sister: parity with DDP followed by the plain optimizer.
+// hook_with_zero_step and its interleaved variant: parity with DDP followed by the plain optimizer.
 
 #include "shardstep/zero_hooks.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <random>
 #include <thread>
 
 #include "shard/shard_engine.h"
 #include "support/full_run.h"
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep {
@@ -154,7 +154,7 @@ INSTANTIATE_TEST_SUITE_P(ZeroHooks, ZeroHooksWorld, testing::Values(1, 2, 3, 4))
 
 TEST_P(ZeroHooksWorld, EqualDdpAndThePlainOptimizerInEveryCombination) {
   run_ranks(GetParam(), [](const ProcessGroupPtr& group) {
-    for (int bits : test::sample(64, 12)) {
+    for (int bits : test::sample(64, group->getSize() > 2 ? 6 : 12)) {
       run_parity(group,
                  {.view = (bits & 1) != 0,
                   .static_graph = (bits & 2) != 0,
@@ -190,7 +190,7 @@ TEST(ZeroHooks, ToOwnersByEveryExchange) {
 TEST(ZeroHooks, EqualDdpOnTheBackendsOwnCollectives) {
   for (int world_size : {2, 3}) {
     run_ranks(world_size, [](const ProcessGroupPtr& group) {
-      for (int bits = 0; bits < 32; ++bits) {
+      for (int bits : test::sample(32, 4)) {
         run_parity(group,
                    {.view = (bits & 1) != 0,
                     .static_graph = (bits & 2) != 0,
@@ -443,6 +443,9 @@ TEST(ZeroHooks, SoakWithRandomDelays) {
   run();
   setting.exchange = ExchangeKind::kSharedMemory;
   run();
+  setting.exchange = ExchangeKind::kHierarchical;
+  const test::Hosts hosts("a,a,b");
+  run();
 }
 
 TEST(ZeroHooks, UnevenInputs) {
@@ -565,7 +568,7 @@ TEST_P(ReduceToOwners, SufficesForStep) {
 
 // Rank 0's backward pass begins when rank 1's ends, and rank 1, which does not use the last layer,
 // has full buckets long before that: it must not wait for rank 0's.
-TEST(ZeroHooks, WhoUsesOtherParametersWaitsForNobodyInTheBackwardPass) {
+TEST(ZeroHooks, RanksThatUseOtherParametersDoNotWaitInTheBackwardPass) {
   run_ranks(
       2,
       [](const ProcessGroupPtr& group) {

@@ -1,9 +1,9 @@
-// What ZeroRedundancyOptimizer takes and refuses; ranks that do not agree; users' own optimizers.
+// What ZeroRedundancyOptimizer accepts and refuses; ranks that disagree; user-defined optimizers.
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include "shard/shard_engine.h"
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep {
@@ -150,7 +150,7 @@ TEST(ZeroInput, SparseGradientsAreRefusedByElement) {
   });
 }
 
-TEST(ZeroInput, RanksThatDifferAllHearWhichAndWhere) {
+TEST(ZeroInput, RanksThatDifferAreNamedOnEveryRank) {
   auto expect_difference = [](const std::function<void(std::vector<OptimizerParamGroup>&,
                                                        AdamWOptions&, ZeroOptions&)>& change,
                               const std::vector<std::string>& parts) {
@@ -316,7 +316,7 @@ class Normed : public torch::optim::Optimizer {
         if (!state) state = std::make_unique<NormedState>();
         auto& normed = static_cast<NormedState&>(*state);
         normed.seen(normed.seen() + 1);
-        // A state of another shape than the parameter's, large enough to travel by itself.
+        // A state of another shape than the parameter's, large enough to be sent by itself.
         const auto row = param.grad().reshape({-1, 1}).abs().amax({1}).repeat({20});
         normed.largest_row(normed.largest_row().defined() ? at::maximum(normed.largest_row(), row)
                                                           : row);
@@ -383,7 +383,7 @@ TEST(ZeroInput, UsersOwnOptimizerMustBeElementwiseToBeCut) {
 }
 
 // An LBFGS that hides behind a factory.
-TEST(ZeroInput, LbfgsIsRefusedWhoeverMakesIt) {
+TEST(ZeroInput, LbfgsIsRefusedHoweverItIsMade) {
   auto local = local_optimizer(torch::optim::SGDOptions(0.1));
   local.name = "Mine";
   local.make = [](std::vector<torch::optim::OptimizerParamGroup> groups) {

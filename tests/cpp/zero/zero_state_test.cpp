@@ -1,11 +1,11 @@
 // consolidate_state_dict, state_dict, load_state_dict: at any world size and sharding.
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <filesystem>
 #include <mutex>
 
+#include "support/torch.h"
 #include "support/zero_support.h"
 
 namespace shardstep {

@@ -1,10 +1,11 @@
 """Trains under Lightning Fabric on 2 CPU processes, which Fabric starts; run by
 test_lightning_fabric.py.
 
-  fabric_program.py <sharding or none> <folder>
+  fabric_program.py <folder> <sharding or none>...
 
-Writes to the folder: half.ckpt, saved by Fabric after 4 steps; whole.<rank>.pt, the parameters
-after 8 steps without interruption; resumed.<rank>.pt, the same from half.ckpt with new objects.
+Writes for each, to a folder of its name below the folder: half.ckpt, saved by Fabric after 4 steps;
+whole.<rank>.pt, the parameters after 8 steps without interruption; resumed.<rank>.pt, the same from
+half.ckpt with new objects.
 """
 
 import sys
@@ -41,12 +42,7 @@ def train(fabric, model, optimizer, steps):
         optimizer.step()
 
 
-def main():
-    sharding, folder = sys.argv[1], Path(sys.argv[2])
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    fabric.launch()
-    assert fabric.world_size == 2
-
+def train_save_and_resume(fabric, sharding, folder):
     def write(name, model):
         torch.save(model.state_dict(), folder / f"{name}.{fabric.global_rank}.pt")
 
@@ -62,6 +58,16 @@ def main():
     fabric.load(folder / "half.ckpt", state)
     train(fabric, model, optimizer, range(state["step"], 8))
     write("resumed", model)
+
+
+def main():
+    folder, shardings = Path(sys.argv[1]), sys.argv[2:]
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    assert fabric.world_size == 2
+    for sharding in shardings:
+        (folder / sharding).mkdir(exist_ok=True)
+        train_save_and_resume(fabric, sharding, folder / sharding)
 
 
 if __name__ == "__main__":

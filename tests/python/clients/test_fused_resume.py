@@ -52,6 +52,7 @@ def uninterrupted():
     return [parameter.detach() for parameter in parameters], optimizer.state_dict()
 
 
+@pytest.mark.part(1)
 @pytest.mark.parametrize("ranks_before, ranks_after", [(2, 2), (2, 3), (4, 2)])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_resumes_bitwise(tmp_path, uninterrupted, sharding, ranks_before, ranks_after):
@@ -66,6 +67,7 @@ def test_resumes_bitwise(tmp_path, uninterrupted, sharding, ranks_before, ranks_
     assert_differ(make_parameters(), expected_parameters)
 
 
+@pytest.mark.part(1)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_plain_optimizer_goes_on(tmp_path, uninterrupted, sharding):
     file = tmp_path / "half.pt"

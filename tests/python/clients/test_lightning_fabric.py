@@ -15,9 +15,12 @@ from training import SHARDINGS, assert_equal
 PROGRAM = Path(__file__).with_name("fabric_program.py")
 
 
-def run(sharding, folder):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What the program wrote for a plain optimizer and for each sharding."""
+    folder = tmp_path_factory.mktemp("fabric")
     with subprocess.Popen(
-        [sys.executable, str(PROGRAM), sharding, str(folder)],
+        [sys.executable, str(PROGRAM), str(folder), "none", *SHARDINGS],
         env=environment() | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -31,17 +34,16 @@ def run(sharding, folder):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, errors
-    return {file.name: torch.load(file, weights_only=True) for file in folder.iterdir()}
+    return {
+        run.name: {file.name: torch.load(file, weights_only=True) for file in run.iterdir()}
+        for run in folder.iterdir()
+    }
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return run("none", tmp_path_factory.mktemp("plain"))
-
-
+@pytest.mark.part(1)
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_trains_saves_and_resumes_as_a_plain_optimizer_does(tmp_path, plain, sharding):
-    files = run(sharding, tmp_path)
+def test_trains_saves_and_resumes_as_a_plain_optimizer_does(runs, sharding):
+    files, plain = runs[sharding], runs["none"]
     assert len(files) == 5
     whole = plain["whole.0.pt"]
     for name in ("whole.0.pt", "whole.1.pt", "resumed.0.pt", "resumed.1.pt"):

@@ -1,4 +1,4 @@
-"""Subclasses that override state_dict, as trainers in the wild have them."""
+"""Subclasses that override state_dict, as existing trainers do."""
 
 import pytest
 import torch

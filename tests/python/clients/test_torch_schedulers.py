@@ -1,5 +1,6 @@
 """torch's learning rate schedulers, and GradScaler with autocast."""
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ SCHEDULERS = {
 
 
 def scheduled_run(name, sharding, stop_after=STEPS):
-    """Parameters and learning rates; interrupted after some steps, it goes on with new objects."""
+    """Parameters and learning rates; interrupted after some steps, it resumes with new objects."""
     rates, betas = [], []
 
     def build():
@@ -100,11 +101,11 @@ def scaled_run(sharding, fused):
     optimizer = make_optimizer(
         sharding, model.parameters(), torch.optim.AdamW, lr=1e-2, fused=fused
     )
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scaler = torch.amp.GradScaler(devices.NAME, init_scale=1024.0, growth_interval=3)
     history, scales = [parameters_of(model)], []
     for step in range(8):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(devices.NAME, dtype=torch.bfloat16):
             loss = loss_of(model, step)
         if step == 4 and dist.get_rank() == 1:
             loss = loss * torch.inf  # one rank overflows, and DDP tells the other

@@ -1,7 +1,7 @@
 """A small training run under DDP, which each client drives with our optimizer and with a plain one.
 
-Ranks see batches of their own. Gradients are averages over 2 ranks, so both runs have the same to
-the bit, and so must be the parameters.
+Each rank has its own batches. Gradients are averages over 2 ranks, so those of both runs are equal
+bit for bit, and so must be the parameters.
 """
 
 import torch

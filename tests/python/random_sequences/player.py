@@ -1,11 +1,17 @@
-"""Plays a program on every rank: with our optimizer, and beside it with the reference."""
+"""Plays a program on every rank: with our optimizer, and beside it with the reference.
+
+What cannot be done, and why, stands where an operation returns False. What may be refused is done,
+and must then be refused on every rank; the program goes on without the gradients.
+"""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import programs
 import torch
@@ -25,15 +31,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # where sums are taken in another order
-
-
-# Stage 2 does not do these as the plain optimizer does: the player avoids them.
-AVOIDED = {
-    "torch's clipping",
-    "steps without zero_grad",
-    # Ranks that had a batch wait in zero_grad() for one that had none, which has gone on.
-    "zero_grad instead of a step after a rank had no batch",
-}
+REFUSED = "shardstep: expected the same synchronized backward passes and zero_grad()"
 
 
 class Player:
@@ -48,19 +46,32 @@ class Player:
         self._make_optimizer()
         self.scaler = make_scaler(setup)
         self.unscaled = False
-        self.absent: frozenset[int] | None = None  # in the round since the last step
+        # Stage 2, since the ranks last compared what they had done.
+        self.passes = [0] * self.world_size  # with synchronization, by rank
+        self.forgot_uneven_passes = False
+        self.left_over = False  # the gradients of the last step are still there
+        self.absent: frozenset[int] | None = None  # since the last step
+        self.ddp_remembers = False  # passes without synchronization, also once they are forgotten
         self.saves = 0
         self.at = "construction"
         self.found: list[str] = []
         # Two terms have one order; our exchanges add more of them up in the order of ranks.
-        ordered = setup.mode == "stage2" and setup.exchange != "native"
+        ordered = setup.mode == "stage2" and (
+            setup.exchange != "native" or setup.gradient_dtype is not None
+        )
         self.exact = setup.mode == "handed" or self.world_size <= 2 or ordered
 
     def _make_optimizer(self) -> None:
         setup, late = self.setup, self.beside.late
         options = {"sharding": self.sharding, "exchange": setup.exchange}
         if setup.mode == "stage2":
-            options |= {"stage": 2}
+            sharing = setup.share_parameters and setup.exchange in ("auto", "shared_memory")
+            options |= {
+                "stage": 2,
+                "share_parameters": sharing,
+                "module": self.net if setup.with_module else None,
+                "gradient_dtype": setup.gradient_dtype,
+            }
             if setup.overlap_forward:
                 options |= {"overlap_forward": self.net}
         self.zero = ZeroRedundancyOptimizer(
@@ -81,22 +92,91 @@ class Player:
     def _pending(self) -> bool:
         return any(self.beside.unsynced)
 
-    def _may_not_forget(self) -> bool:
-        """Whether gradients may not be dropped here."""
-        avoided = "zero_grad instead of a step after a rank had no batch" in AVOIDED
-        present = frozenset(range(self.world_size))
-        return avoided and self.setup.mode == "stage2" and bool(present & (self.absent or set()))
+    def _is_native(self) -> bool:
+        """Whether all ranks must make the same calls in the same order, as c10d's collectives."""
+        return self.setup.mode == "stage2" and self.setup.exchange == "native"
+
+    def _must_line_up(self) -> bool:
+        """Whether only a look or a step can come next: a rank is a collective ahead."""
+        return self._is_native() and len(set(self.passes)) > 1
+
+    def _is_uneven(self) -> bool:
+        """Whether a rank still has to make up for passes of others, over the same buckets."""
+        return self.forgot_uneven_passes or len(set(self.passes)) > 1
+
+    def _has_compared(self) -> None:
+        self.passes = [0] * self.world_size
+        self.forgot_uneven_passes = False
+        self.absent = frozenset()  # on native, a rank makes no other round for this step
+
+    def _forget(self, set_to_none: bool = True) -> None:
+        """Both sides' zero_grad."""
+        self.beside.zero_grad(set_to_none)
+        self.zero.zero_grad(set_to_none)
+        self._has_forgotten()
+
+    def _has_forgotten(self) -> None:
+        self.left_over = False
+        if len(set(self.passes)) > 1:
+            self.forgot_uneven_passes = True
+        elif not self.forgot_uneven_passes:
+            self.passes = [0] * self.world_size
+
+    def _is_refused(self, do: Callable[[], Any], *, looks: bool) -> bool:
+        """Does what makes the ranks compare their gradients, unless they refuse, all alike."""
+        uneven = len(set(self.passes)) > 1
+        # A rank without a batch cannot be told from one that looks at its last step's gradients.
+        looks_back = looks and self.left_over and uneven and 0 in self.passes
+        may_refuse = self.forgot_uneven_passes or (looks_back and not self._is_native())
+        if not may_refuse or self.setup.mode != "stage2":
+            do()
+            self._has_compared()
+            return False
+        refused = False
+        try:
+            do()
+        except RuntimeError as error:
+            refused = REFUSED in str(error)
+            if not refused:
+                raise
+        everywhere: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everywhere, refused)
+        assert len(set(everywhere)) == 1, f"refused on these ranks only: {everywhere}"
+        self._has_compared()
+        if refused:
+            self.beside.zero_grad(True)
+            self.left_over = False
+        return refused
 
     def _fitting(self, batch: Backward) -> Backward:
         """The batch as this mode allows it."""
         experts, absent = batch.experts, batch.absent
-        if self.setup.mode == "ddp" and (self._pending() or not batch.sync):
-            experts = (0,) * len(experts)  # DDP leaves alone what the last pass does not use
+        if self.setup.mode == "ddp" and (self.ddp_remembers or not batch.sync):
+            # DDP leaves alone what the last pass does not use, or takes that for a bug of its own.
+            experts = (0,) * len(experts)
+            self.ddp_remembers = not batch.sync
         if self.setup.mode == "stage2" and batch.sync:
-            waiting = {rank for rank, sums in enumerate(self.beside.unsynced) if sums}
-            absent = absent - waiting if self.absent is None else self.absent
+            # What a rank has accumulated without synchronization waits for its next pass.
+            absent -= {rank for rank, sums in enumerate(self.beside.unsynced) if sums}
+            # A rank that lacks one pass must not miss another: the others could only wait for it.
+            absent -= {r for r, passes in enumerate(self.passes) if passes < max(self.passes)}
+            if self._is_native() and self.absent is not None:
+                absent = frozenset()
             self.absent = absent
         return dataclasses.replace(batch, experts=experts, absent=absent)
+
+    def _count(self, batch: Backward) -> None:
+        if self.setup.mode != "stage2":
+            return
+        if not batch.sync:
+            if self.world_size == 1 and self.beside.has_gradients():
+                self.exact = False  # one rank adds each pass to what is there, as it comes
+            return
+        uneven_before = len(set(self.passes)) > 1
+        for rank in set(range(self.world_size)) - batch.absent:
+            self.passes[rank] += 1
+        if uneven_before or (len(set(self.passes)) > 1 and max(self.passes) > 1):
+            self.exact = False  # a pass is added to another one of the other ranks
 
     def _backward(self, batch: Backward) -> None:
         if self.setup.mode == "handed":
@@ -118,7 +198,7 @@ class Player:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Writes down what differs first; the other ranks do not hear of it, so all go on."""
+        """Records what differs first; the other ranks are not told, so all continue."""
         try:
             yield
         except AssertionError as error:
@@ -154,16 +234,17 @@ class Player:
             msg=lambda text: f"{what}: {text}",
         )
 
-    def check_state(self) -> None:
+    def check_state(self, to: int) -> None:
         """What is consolidated is the plain optimizer's, key for key."""
-        ours = self.zero.consolidate_state_dict(0)
+        ours = self.zero.consolidate_state_dict(to)
         if ours is None:
             return
         with self._noting():
             self._check_state(ours, self.beside.optimizer.state_dict())
 
     def _check_state(self, ours: dict, theirs: dict) -> None:
-        assert ours["state"].keys() == theirs["state"].keys(), "state of other parameters"
+        mine, plain = list(ours["state"]), list(theirs["state"])
+        assert mine == sorted(plain), f"state of parameters {mine}, expected of {plain}"
         for index, values in theirs["state"].items():
             assert ours["state"][index].keys() == values.keys()
             for key, value in values.items():
@@ -171,6 +252,12 @@ class Player:
                 assert type(mine) is type(value), f"state {index} {key}: {mine}, {value}"
                 if isinstance(value, torch.Tensor):
                     self._compare(f"state {index} {key}", mine, value)
+
+    def finish(self) -> None:
+        if self._must_line_up():
+            self.zero.step()  # brings the ranks together for what comes next in their group
+        else:
+            self.check_state(0)
 
     # -- operations: False if one does not fit where it stands -------------------------------------
 
@@ -180,70 +267,106 @@ class Player:
 
     @play.register
     def _(self, batch: Backward) -> bool | None:
-        if self.unscaled:
+        if self.unscaled or (batch.sync and self._must_line_up()):
             return False
         batch = self._fitting(batch)
         self._added_twice()
         self.beside.backward(batch)
         self._backward(batch)
+        self._count(batch)
         return None
+
+    @play.register
+    def _(self, operation: programs.Broken) -> bool | None:
+        # DDP cannot do this. A rank may have had gradients of its own before.
+        if self.setup.mode != "stage2" or self._pending() or self.unscaled:
+            return False
+        if self._is_native() or self._is_uneven():  # the others would be too far ahead
+            return False
+        batch = dataclasses.replace(operation.batch, absent=frozenset(), overflow=None)
+        throws = operation.rank == self.rank
+
+        def throw(_) -> None:
+            raise KeyError("on purpose")
+
+        with contextlib.suppress(KeyError):
+            loss = loss_of(self.model, self.setup, batch, self.rank, self.beside.late)
+            if throws and operation.where == "forward":
+                throw(loss)
+            hooked = self.net.first.weight if self.net.first.weight.requires_grad else None
+            if throws and hooked is not None:
+                hook = hooked.register_hook(throw)
+            try:
+                loss.backward()
+            finally:
+                if throws and hooked is not None:
+                    hook.remove()
+        self._count(dataclasses.replace(batch, absent=self._without_gradients(operation)))
+        self._forget()
+        return None
+
+    def _without_gradients(self, operation: programs.Broken) -> frozenset[int]:
+        return frozenset([operation.rank] if operation.where == "forward" else [])
 
     @play.register
     def _(self, _: programs.Step) -> bool | None:
         if self._pending() or (self.setup.scaler and not self.beside.has_gradients()):
             return False
+        if self._is_refused(lambda: self.scaler.step(self.zero), looks=self.setup.scaler):
+            return None
         self.beside.step()
-        self.scaler.step(self.zero)
         self.scaler.update()
-        self.unscaled, self.absent = False, None
-        self._after_step()
+        self.unscaled, self.absent, self.left_over = False, None, True
         return None
-
-    def _after_step(self) -> None:
-        if self.setup.mode == "stage2" and "steps without zero_grad" in AVOIDED:
-            self.beside.zero_grad(True)
-            self.zero.zero_grad()
 
     @play.register
     def _(self, operation: programs.ClosureStep) -> bool | None:
-        if self._pending() or self.setup.scaler or self._may_not_forget():
+        if self._pending() or self.setup.scaler or self._must_line_up():
             return False
         self.beside.zero_grad(True)
+        self.absent = None
         batch = self._fitting(operation.batch)
         self.beside.backward(batch)
+        losses = []
 
         def closure() -> float:
             self.zero.zero_grad()
             self._backward(batch)
             return float(batch.seed)
 
-        loss = self.zero.step(closure)
+        self._has_forgotten()
+        self._count(batch)
+        if self._is_refused(lambda: losses.append(self.zero.step(closure)), looks=False):
+            return None
         with self._noting():
-            assert loss == batch.seed, f"the closure's loss is {batch.seed}, got {loss}"
+            assert losses == [batch.seed], f"the closure's loss is {batch.seed}, got {losses}"
         self.beside.optimizer.step()
-        self.absent = None
-        self._after_step()
+        self.absent, self.left_over = None, True
         return None
 
     @play.register
     def _(self, operation: programs.ZeroGrad) -> bool | None:
-        if self._may_not_forget():
+        if self._must_line_up():
             return False
-        self.beside.zero_grad(operation.set_to_none)
-        self.zero.zero_grad(operation.set_to_none)
+        self._forget(operation.set_to_none)
+        if self.unscaled:
+            self.beside.scaler.update()
+            self.scaler.update()
+            self.unscaled = False
         return None
 
     def _clip(self, by: str, ours, torchs) -> None:
         if self.setup.mode != "stage2":
             by = "torch"  # the optimizer's own are stage 2's
-        elif "torch's clipping" in AVOIDED:
-            by = "ours"
         clip = ours if by == "ours" else torchs
-        got = clip(self.zero)
+        results = []
+        if self._is_refused(lambda: results.append(clip(self.zero)), looks=True):
+            return
+        (got,) = results
         expected = torchs(self.beside.optimizer)
         if expected is not None:
             if self.setup.mode == "stage2":
-                self.exact = False  # the norm is added up from the ranks' shares
+                self.exact = False  # the norm is summed from the ranks' shares
             got = torch.as_tensor(got).to(expected.dtype)
             with self._noting():
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -278,9 +401,9 @@ class Player:
             return False
         if not self.beside.has_gradients():
             return False
-        self.beside.scaler.unscale_(self.beside.optimizer)
-        self.scaler.unscale_(self.zero)
-        self.unscaled = True
+        if not self._is_refused(lambda: self.scaler.unscale_(self.zero), looks=True):
+            self.beside.scaler.unscale_(self.beside.optimizer)
+            self.unscaled = True
         return None
 
     @play.register
@@ -293,9 +416,9 @@ class Player:
 
     @play.register
     def _(self, operation: programs.Freeze) -> bool | None:
-        if self._pending() or self.unscaled or self._may_not_forget():
+        if self.ddp_remembers or self._pending() or self.unscaled or self._must_line_up():
             return False
-        self.play(programs.ZeroGrad(True))
+        self._forget()
         for net in (self.net, self.beside.net):
             part_of(net, operation.part).requires_grad_(not operation.frozen)
         return None
@@ -303,18 +426,51 @@ class Player:
     @play.register
     def _(self, _: programs.AddGroup) -> bool | None:
         # A scheduler's lists are as long as the groups were.
-        if self._pending() or self.beside.late or self.scheduler is not None:
+        if (
+            self._pending()
+            or self.beside.late
+            or self.scheduler is not None
+            or self._must_line_up()
+        ):
             return False
         self.beside.add_group()
         self.zero.add_param_group(late_group(self.net))
         return None
 
     @play.register
-    def _(self, operation: programs.Resume) -> bool | None:
-        if self._pending() or self.unscaled or self._may_not_forget():
+    def _(self, operation: programs.Consolidate) -> bool | None:
+        if self._must_line_up():
             return False
-        self.play(programs.ZeroGrad(True))
-        self.absent = None
+        self.check_state(operation.to % self.world_size)
+        return None
+
+    @play.register
+    def _(self, _: programs.Copy) -> bool | None:
+        copied = copy.deepcopy(self.net)
+        with self._noting():
+            for name, parameter in self.net.state_dict().items():
+                self._compare(name, copied.state_dict()[name], parameter)
+            try:
+                copy.deepcopy(self.zero)
+            except TypeError:
+                return None
+            raise AssertionError("the optimizer was copied")
+
+    @play.register
+    def _(self, _: programs.Reload) -> bool | None:
+        if self._must_line_up():
+            return False
+        states = [self.zero.consolidate_state_dict(to) for to in range(self.world_size)]
+        self.zero.load_state_dict(states[self.rank])
+        return None
+
+    @play.register
+    def _(self, operation: programs.Resume) -> bool | None:
+        if self._pending() or self.unscaled or self._must_line_up():
+            return False
+        self._forget()
+        self._has_compared()
+        self.absent, self.ddp_remembers = None, False
         self.sharding = operation.sharding
         self.saves += 1
         old_net, old_zero, old_scheduler = self.net, self.zero, self.scheduler
@@ -340,12 +496,14 @@ class Player:
 
     @play.register
     def _(self, operation: programs.Uneven) -> bool | None:
-        if self._pending() or self.setup.scaler or self.setup.mode == "handed":
+        if self.ddp_remembers or self.setup.scaler or self.setup.mode == "handed":
             return False
-        if self._may_not_forget():
+        if self._pending() or self._is_uneven():
             return False
-        # With gradients left over, a rank that joins at once would keep the others waiting for it.
-        self.play(programs.ZeroGrad(True))
+        if self._is_native() and self.absent is not None:  # a joined rank's round was made already
+            return False
+        if self.setup.mode == "ddp" and not all(p.requires_grad for p in self.net.parameters()):
+            return False  # see uneven_batch: DDP gives a frozen parameter zeros, or not, by chance
         self.absent = None
         counts = operation.counts[: self.world_size]
         for number in range(max(counts)):
@@ -359,12 +517,19 @@ class Player:
                 self.zero.zero_grad()
                 self._backward(uneven_batch(operation.seed + number, frozenset()))
                 self.zero.step()
-        self.play(programs.ZeroGrad(True))
+        if max(counts) > 0:
+            self._has_compared()
+            self.absent, self.left_over = None, True
+        if self.setup.mode == "ddp":
+            # On a rank that has joined, nothing is left; and DDP may show the late layer zeros.
+            self._forget()
+            self.net.zero_grad()
         return None
 
 
 def uneven_batch(seed: int, absent: frozenset[int]) -> Backward:
-    return Backward(seed, (0,) * programs.MOST_RANKS, absent)
+    # A rank that has joined tells torch's DDP a stale or uninitialized map of what it used.
+    return Backward(seed, (programs.ALL_EXPERTS,) * programs.MOST_RANKS, absent)
 
 
 def trained(optimizer) -> list[torch.nn.Parameter]:
@@ -384,5 +549,5 @@ def play(program: Program, folder: str) -> list[str]:
             player.at = f"operation {number}, {operation}"
             if player.play(operation) is not False:
                 player.check()
-        player.check_state()
+        player.finish()
     return player.found

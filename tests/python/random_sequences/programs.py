@@ -1,7 +1,7 @@
 """Random programs: how an optimizer is set up, and what a training script then does with it.
 
-An operation that makes no sense where it stands (a step with a scaler before any backward pass) is
-passed over by the player, so every list of operations is a program, and failing ones shrink well.
+The player skips an operation that makes no sense at its position (a step with a scaler before any
+backward pass), so every list of operations is a program, and failing ones shrink well.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 MOST_RANKS = 3
 EXPERTS = 2
+ALL_EXPERTS = EXPERTS
 FREEZABLE = ("first", "experts.0", "experts.1", "last.bias", "late")
 
 
@@ -29,6 +30,10 @@ class Setup:
     scaler: bool
     scheduler: str | None
     overlap_forward: bool
+    # The following in stage 2 only.
+    share_parameters: bool  # where the exchange can
+    with_module: bool  # whose buffers follow rank 0's
+    gradient_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,32 @@ class AddGroup:
 
 
 @dataclass(frozen=True)
+class Broken:
+    """A pass that throws on one rank; all of them hear of it and forget their gradients."""
+
+    batch: Backward
+    rank: int
+    where: str  # "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Consolidate:
+    to: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The model is copied; the optimizer refuses to be."""
+
+
+@dataclass(frozen=True)
+class Reload:
+    """The optimizer loads its own state."""
+
+
+@dataclass(frozen=True)
 class Resume:
-    """A new model and optimizer go on with the state of the old ones."""
+    """A new model and optimizer continue with the state of the old ones."""
 
     by: str  # "state_dict", "checkpoint", "background checkpoint"
     sharding: str
@@ -118,7 +147,7 @@ class Program:
 
 
 _seeds = st.integers(0, 99)
-_expert = st.none() | st.integers(0, EXPERTS - 1)
+_expert = st.none() | st.integers(0, ALL_EXPERTS)
 
 
 def _backward(sync):
@@ -159,6 +188,15 @@ _operations = st.one_of(
     st.builds(Freeze, st.sampled_from(FREEZABLE), st.booleans()),
     st.builds(AddGroup),
     st.builds(
+        Broken,
+        batch=_trained,
+        rank=st.integers(0, MOST_RANKS - 1),
+        where=st.sampled_from(["forward", "backward"]),
+    ),
+    st.builds(Consolidate, st.integers(0, MOST_RANKS - 1)),
+    st.builds(Copy),
+    st.builds(Reload),
+    st.builds(
         Resume,
         by=st.sampled_from(["state_dict", "checkpoint", "background checkpoint"]),
         sharding=st.sampled_from(["parameter", "element"]),
@@ -181,6 +219,9 @@ def setups(mode: str):
         scaler=st.booleans(),
         scheduler=st.sampled_from([None, "step", "one_cycle", "lambda"]),
         overlap_forward=st.booleans(),
+        share_parameters=st.booleans(),
+        with_module=st.booleans(),
+        gradient_dtype=st.sampled_from([None, None, torch.bfloat16]),
     )
 
 

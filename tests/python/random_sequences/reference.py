@@ -1,8 +1,9 @@
 """The plain optimizer under DDP's semantics, in one process: each rank's gradients are computed
 from that rank's batch, and averaged over the ranks in their order."""
 
+import device as devices
 import torch
-from programs import EXPERTS, Backward, Setup
+from programs import ALL_EXPERTS, EXPERTS, Backward, Setup
 from torch import nn
 
 OPTIMIZERS = {
@@ -14,7 +15,7 @@ OPTIMIZERS = {
 
 
 class Net(nn.Module):
-    """A trunk, experts of which a batch takes one or none, a head, and a layer that joins late."""
+    """A trunk, experts of which a batch takes one, none or all, a head, and a late layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,8 +26,9 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, expert: int | None, late: bool) -> torch.Tensor:
         x = torch.tanh(self.first(x))
-        if expert is not None:
-            x = x + torch.tanh(self.experts[expert](x))
+        for number in range(EXPERTS):
+            if expert in (number, ALL_EXPERTS):
+                x = x + torch.tanh(self.experts[number](x))
         if late:
             x = x + torch.tanh(self.late(x))
         return self.last(x)
@@ -71,13 +73,15 @@ def make_scheduler(setup: Setup, optimizer: torch.optim.Optimizer):
 
 
 def make_scaler(setup: Setup) -> torch.amp.GradScaler:
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=setup.scaler)
+    scaler = torch.amp.GradScaler(
+        devices.NAME, init_scale=256.0, growth_interval=2, enabled=setup.scaler
+    )
     scaler.scale(torch.zeros(()))  # it sets itself up at the first loss
     return scaler
 
 
 class Reference:
-    """One model, one optimizer, and what each rank would have added up without communication."""
+    """One model, one optimizer, and what each rank would have accumulated without communication."""
 
     def __init__(self, setup: Setup, world_size: int) -> None:
         self.setup, self.world_size = setup, world_size
@@ -113,6 +117,8 @@ class Reference:
             terms = [sums.pop(parameter) for sums in self.unsynced if parameter in sums]
             if not terms:
                 continue
+            if self.setup.mode == "stage2" and self.setup.gradient_dtype and self.world_size > 1:
+                terms = [term.to(self.setup.gradient_dtype).to(term.dtype) for term in terms]
             total = terms[0]
             for term in terms[1:]:
                 total = total + term

@@ -1,10 +1,12 @@
 """Random sequences of ordinary operations end as they do with the plain optimizer under DDP.
 
 Equal to the bit where sums are taken in the same order, else within the tolerance that player.py
-states; an error on any rank is a failure. The seed is printed at the end of the run
-(SHARDSTEP_SEED=… repeats it), and what fails is shrunk to a short program.
+states. An error is a failure, unless player.py says that the operation may be refused: then all
+ranks must refuse it. So is a rank that waits for more than LIMIT seconds. The seed is printed at
+the end of the run (SHARDSTEP_SEED=… repeats it), and what fails is shrunk to a short program.
 """
 
+import os
 import tempfile
 import time
 
@@ -15,34 +17,31 @@ from player import play
 from programs import Program, programs
 from ranks import RankError, run_ranks
 
-# Some sequences still fail in every mode: they belong into the short run once these are mended.
-pytestmark = pytest.mark.full
-
-SEQUENCES = 2000 if FULL else 35  # for each mode and number of ranks
-SHRINKING = 300 if FULL else 40  # seconds
+# For each number of ranks. SHARDSTEP_SEQUENCES is for long searches.
+SEQUENCES = {"handed": 20, "ddp": 25, "stage2": 35}
+IN_A_FULL_RUN = int(os.environ.get("SHARDSTEP_SEQUENCES") or 250)
+LIMIT = 20  # seconds per sequence
+SHRINKING = 300 if FULL else 60  # seconds
 
 
 def problems_of(program: Program, world_size: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = run_ranks(world_size, play, program, folder, timeout=40, keep_group=True)
+            found = run_ranks(world_size, play, program, folder, timeout=LIMIT, keep_group=True)
         except RankError as error:
             return str(error)
     return "\n".join(f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "mode",
-    ["handed", "ddp", "stage2"],
-)
+@pytest.mark.parametrize("mode", ["stage2", "ddp", "handed"])
 def test_equals_the_plain_optimizer(mode, world_size):
     failed: dict[Program, str] = {}
     stop_shrinking = 0.0
 
     @hypothesis.seed(SEED)
     @hypothesis.settings(
-        max_examples=SEQUENCES,
+        max_examples=IN_A_FULL_RUN if FULL else SEQUENCES[mode],
         deadline=None,
         database=None,
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],

@@ -1,6 +1,6 @@
 """The same model twice, on every rank: in stage 2, and under DDP with the plain optimizer.
 
-Code that knows nothing of either must do the same to both."""
+Code that knows nothing about either must have the same effect on both."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ VARIANTS = [
 
 
 class Net(nn.Module):
-    """A layer that rank 0 alone uses, and one that nobody does."""
+    """A layer that only rank 0 uses, and one that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""State that is not a dict of plain tensors: what consolidates, is saved and comes back, as torch's
-class and torch.distributed.checkpoint do it; the rest is refused by name."""
+"""State that is not a dict of plain tensors: consolidated, saved and loaded as by torch's class and
+torch.distributed.checkpoint, or refused by name."""
 
 import copy
 

@@ -1,9 +1,10 @@
-"""Stage 2: what code that knows nothing of us finds in `.grad`."""
+"""Stage 2: what generic code finds in `.grad`."""
 
 import functools
 import math
 import time
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ def clips_by_norm(options, foreach):
     twins.step()
 
 
+@pytest.mark.part(8)
 @two_and_three
 @every_variant
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -114,7 +116,7 @@ QUESTIONS = {
     "largest absolute": lambda g: g.abs().max(),
     "mean absolute": lambda g: g.abs().mean(),
     "squares": lambda g: g.pow(2).sum(),
-    "same device": lambda g: g.to("cpu").norm(),
+    "same device": lambda g: g.to(devices.current()).norm(),
     "shape": lambda g: torch.tensor([*g.shape, g.dim(), g.numel(), g.element_size()]),
     "zeros": lambda g: torch.zeros_like(g),
 }
@@ -144,6 +146,7 @@ def answers(options, broken):
             )
 
 
+@pytest.mark.part(9)
 @two_and_three
 @every_variant
 @pytest.mark.parametrize("broken", [None, math.inf, math.nan])
@@ -222,11 +225,12 @@ def clips_then_scales(make_scaler, options):
     return scalers[0].get_scale()
 
 
+@pytest.mark.part(9)
 @two_and_three
 @every_variant
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, ShardedGradScaler, OwnUnscale])
 def test_grad_scalers(ranks, options, scaler):
-    make = functools.partial(scaler, "cpu", init_scale=2.0**16)
+    make = functools.partial(scaler, devices.NAME, init_scale=2.0**16)
     assert run_ranks(ranks, clips_then_scales, make, options) == [2.0**15] * ranks
 
 
@@ -269,6 +273,7 @@ def one_rank_asks_too_late(options):
     return time.monotonic() - begin
 
 
+@pytest.mark.cpu("it asks in an order of its own")
 def test_one_rank_that_asks_after_the_step_is_an_error_everywhere():
     options = {"sharding": "element", "exchange": "shared_memory"}
     for seconds in run_ranks(3, one_rank_asks_too_late, options):
@@ -368,6 +373,7 @@ def of_a_part(twins):
     twins.each(lambda net, _: net.first.zero_grad())
 
 
+@pytest.mark.part(12)
 @two_and_three
 @every_variant
 @pytest.mark.parametrize("forget", [by_optimizers, by_models, to_zero, models_to_zero, of_a_part])
@@ -377,7 +383,7 @@ def test_steps_without_zero_grad_add_up(ranks, options, forget):
 
 def without_a_batch(options, clip, overlap):
     twins = Twins(options, overlap_forward=overlap)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(devices.NAME, init_scale=8.0)
     idle = dist.get_world_size() - 1
     for step in range(4):
         twins.zero.zero_grad()
@@ -406,6 +412,7 @@ def without_a_batch(options, clip, overlap):
         twins.check(atol=1e-6)
 
 
+@pytest.mark.part(12)
 @two_and_three
 @every_variant
 @pytest.mark.parametrize("clip", [False, True])

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from shardstep import ZeroRedundancyOptimizer
+from shardstep._C import Checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,3 +81,31 @@ def one_rank_has_other_buffers():
 
 def test_modules_that_differ_are_an_error_everywhere():
     run_ranks(2, one_rank_has_other_buffers)
+
+
+def names_are_used(folder):
+    net = Net(0)
+    zero = ZeroRedundancyOptimizer(
+        net.layers.parameters(), torch.optim.SGD, stage=2, module=net, lr=0.1
+    )
+    zero.save_checkpoint(folder)
+    assert Checkpoint(folder).parameters[1].name == "layers.0.bias"
+    net.layers[0].bias.data = net.layers[0].bias.data.double()
+    with pytest.raises(ValueError, match=r"expected parameter 1 \(layers.0.bias\) to stay"):
+        zero.step()
+
+
+def test_names_of_the_module_are_in_errors_and_checkpoints(tmp_path):
+    run_ranks(2, names_are_used, str(tmp_path / "c"))
+
+
+def named_parameters_are_named(folder):
+    net = Net(0)
+    zero = ZeroRedundancyOptimizer(net.layers.named_parameters(), torch.optim.SGD, stage=2, lr=0.1)
+    net.layers[0].bias.data = net.layers[0].bias.data.double()
+    with pytest.raises(ValueError, match=r"expected parameter 1 \(0.bias\) to stay"):
+        zero.step()
+
+
+def test_names_of_named_parameters_are_in_errors(tmp_path):
+    run_ranks(2, named_parameters_are_named, str(tmp_path / "c"))

@@ -1,4 +1,4 @@
-"""named_parameters() as torch.optim takes them."""
+"""named_parameters() are accepted as torch.optim accepts them."""
 
 import pytest
 import torch

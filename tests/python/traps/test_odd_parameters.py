@@ -1,7 +1,8 @@
-"""Parameters that come twice, and parameters without memory of their own."""
+"""Parameters that are listed twice, and parameters without memory of their own."""
 
 import warnings
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ def test_dtensors_are_refused_at_construction_by_name(options):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(devices.NAME, (dist.get_world_size(),))
     sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
     (plain,) = make_parameters(3)
     for params, name in (

@@ -1,5 +1,5 @@
-"""Stage 2 with overlap_forward: whatever reads or writes a parameter through the module finds it up
-to date. Each use comes right after step(), when the parameters may still be on their way."""
+"""Stage 2 with overlap_forward: code that reads or writes a parameter through the module finds it
+up to date. Each use comes right after step(), when the parameters may not have arrived yet."""
 
 import copy
 import io
@@ -135,7 +135,7 @@ def reads(exchange, options):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_whoever_reads_a_parameter_finds_it_up_to_date(exchange):
+def test_readers_of_a_parameter_find_it_up_to_date(exchange):
     run_ranks(2, reads, exchange, {})
 
 
@@ -157,6 +157,7 @@ def the_module_itself(exchange):
     torch.testing.assert_close(early, [p.detach() for p in net.parameters()], rtol=0, atol=0)
 
 
+@pytest.mark.cpu("it is about shared memory")
 def test_a_module_as_overlap_forward():
     run_ranks(2, the_module_itself, "shared_memory")
 
@@ -183,7 +184,7 @@ def test_what_is_written_after_the_step_stays(exchange):
 
 
 def is_still_travelling():
-    """The other tests would notice if nobody waited: here nobody does."""
+    """The other tests would notice if nothing waited: here nothing does."""
     net = nn.Linear(500, 500, bias=False)
     weight = net.weight
     zero = ZeroRedundancyOptimizer(
@@ -204,6 +205,7 @@ def is_still_travelling():
     assert not (net.weight == old).any()
 
 
+@pytest.mark.cpu("it is about shared memory")
 def test_parameters_travel_after_the_step():
     run_ranks(2, is_still_travelling)
 

@@ -42,7 +42,7 @@ def test_state_reaches_the_local_optimizer_in_its_own_dtype():
     whole = zero.consolidate_state_dict(0)
     if whole is not None:
         assert whole["state"][0]["wide"].dtype == torch.float32
-        torch.testing.assert_close(whole["state"][0]["wide"], moment, rtol=0, atol=0)
+        torch.testing.assert_close(whole["state"][0]["wide"], moment.cpu(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("sharding", ["parameter", "element"])
@@ -63,4 +63,4 @@ def test_torchs_optimizers_cast_as_they_do_without_us(sharding):
     if whole is not None:
         expected = plain.state_dict()["state"][0]["exp_avg"]
         assert whole["state"][0]["exp_avg"].dtype == expected.dtype
-        torch.testing.assert_close(whole["state"][0]["exp_avg"], expected, rtol=0, atol=0)
+        torch.testing.assert_close(whole["state"][0]["exp_avg"], expected.cpu(), rtol=0, atol=0)

@@ -7,7 +7,7 @@ from shardstep import ZeroRedundancyOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-MESSAGE = r"drop DistributedDataParallel, or use stage 1"
+MESSAGE = r"remove DistributedDataParallel, or use stage 1"
 
 
 def ddp_first(options):

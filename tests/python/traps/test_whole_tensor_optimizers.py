@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors never run on parts of them unless the user says so."""
+"""Optimizers that need whole tensors never run on parts of them unless the user allows it."""
 
 import functools
 
@@ -30,7 +30,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class SignSGD(torch.optim.Optimizer):
-    """Element-wise, though nobody knows."""
+    """Element-wise, but not known to be."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})

@@ -1,7 +1,7 @@
-"""Which ZeroRedundancyOptimizer the tests are about.
+"""Which ZeroRedundancyOptimizer is tested.
 
-SHARDSTEP_TEST_IMPLEMENTATION=torch runs them against torch's own class, which proves the tests of
-what the two have in common. The default is ours.
+SHARDSTEP_TEST_IMPLEMENTATION=torch runs the tests against torch's own class, which validates those
+that apply to both. The default is ours.
 """
 
 import importlib

@@ -44,7 +44,7 @@ OPTIMIZERS = {
 
 
 def parameters():
-    """Even, odd, empty, without axes, and one that lies in memory channels-last."""
+    """Even, odd, empty, 0-d, and channels-last."""
     made = make_parameters(*SHAPES)
     made[8] = nn.Parameter(made[8].detach().contiguous(memory_format=torch.channels_last))
     return made
@@ -100,6 +100,7 @@ def load_all(folder, options):
 ELEMENT, PARAMETER = {"sharding": "element"}, {}
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "saved, loaded",
     [
@@ -117,6 +118,7 @@ def test_any_world_size_and_sharding(tmp_path, saved, loaded):
     run_ranks(loaded[0], load_all, str(tmp_path), loaded[1])
 
 
+@pytest.mark.cpu("it also trains in the test's own process")
 def test_the_plain_optimizer_loads_it(tmp_path):
     run_ranks(3, save_all, str(tmp_path), ELEMENT)
     for name, (at, after, state) in torch.load(tmp_path / "expected.pt").items():
@@ -208,7 +210,7 @@ def load_run(folder, options):
 
 
 def test_a_whole_run(tmp_path):
-    """Module, generators and the user's own: training goes on as if nothing had happened."""
+    """Module, generators and the user's own values: training continues as if uninterrupted."""
     expected = run_ranks(2, save_run, str(tmp_path))
     stage_2 = {"stage": 2, "sharding": "element"}
     assert run_ranks(2, load_run, str(tmp_path), stage_2)[0] == expected[0]
@@ -290,7 +292,7 @@ def save_small(folder, **more):
 
 
 def rewrite(path, change):
-    """Changes an index as one who means it: with the right checksum."""
+    """Changes an index deliberately: with the right checksum."""
     index = json.loads(path.read_text())
     del index["crc-32"]
     change(index)
@@ -336,7 +338,7 @@ DAMAGES = {
     ),
     "no directory": (shutil.rmtree, "expected a checkpoint in .* no directory"),
     "another index": (lambda f: (f / "index.json").write_text("[]"), "index.json: index: expected"),
-    "another's index": (lambda f: (f / "index.json").write_text('{"a": 1}'), "it is no index"),
+    "another's index": (lambda f: (f / "index.json").write_text('{"a": 1}'), "it is not an index"),
     "another version": (
         lambda f: rewrite(f / "index.json", lambda i: set_in(i, "version", 2)),
         "index.json: expected version 1, got 2",
@@ -354,7 +356,7 @@ DAMAGES = {
                 i["tensors"]["state.2.exp_avg_sq"]["parts"][0]["offset"],
             ),
         ),
-        "expected a place of its own",
+        "expected separate bytes for",
     ),
     "beyond the file": (
         lambda f: rewrite(f / "index.json", lambda i: set_in(first_part(i), "offset", 10**6)),
@@ -365,7 +367,7 @@ DAMAGES = {
             f / "index.json",
             lambda i: set_in(i, "tensors", "state.2.exp_avg", "shape", [2**40, 2**40]),
         ),
-        "expected a tensor that can be",
+        "expected the shape of a tensor that can exist",
     ),
     "a negative shape": (
         lambda f: rewrite(
@@ -456,7 +458,7 @@ def test_what_does_not_fit_is_named_everywhere():
         (
             other(),
             {"module": nn.ParameterDict({"a": make_parameters(2)[0]})},
-            "expected nothing that the module lacks, got module.b",
+            "expected only tensors that the module has, got module.b",
         ),
         (
             other(),

@@ -114,13 +114,13 @@ def test_places_that_cannot_be_written():
         (folder / "other").mkdir()
         (folder / "other" / "index.json").write_text('{"pages": []}')
     dist.barrier()
-    cannot = "cannot make the directory .*file"
+    cannot = "cannot create the directory .*file"
     fails_everywhere(lambda: zero.save_checkpoint(folder / "file"), RuntimeError, cannot)
     fails_everywhere(lambda: zero.save_checkpoint(folder / "file" / "x"), RuntimeError, cannot)
     fails_everywhere(
         lambda: zero.save_checkpoint(folder / "other"),
         ValueError,
-        "expected .*index.json to be absent or a checkpoint's",
+        "expected .*index.json to be absent or the index of a checkpoint, got another file",
     )
     assert names(folder / "other") == ["index.json"]
     fails_everywhere(

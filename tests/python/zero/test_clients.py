@@ -1,8 +1,9 @@
-"""Those who drive an optimizer: schedulers, GradScaler."""
+"""Code that drives an optimizer: schedulers, GradScaler."""
 
 import copy
 import functools
 
+import device as devices
 import pytest
 import torch
 from helpers import Twins, every_sharding, everywhere, heard, on_ranks, ours
@@ -114,7 +115,8 @@ def test_scheduler_goes_on_after_loading():
 def test_grad_scaler(optimizer_class, defaults, options):
     """Scaled gradients, one of them infinite: both skip that step and lower the scale."""
     twins = Twins(optimizer_class, options=options, **defaults)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    scale = {"init_scale": 8.0, "growth_interval": 2}
+    scalers = [torch.amp.GradScaler(devices.NAME, **scale) for _ in range(2)]
     skipped = []
     for number in range(6):
         before = [p.detach().clone() for p in twins.sharded]

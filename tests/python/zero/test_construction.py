@@ -1,5 +1,6 @@
-"""What ZeroRedundancyOptimizer takes, and how it refuses the rest."""
+"""What ZeroRedundancyOptimizer accepts, and how it refuses the rest."""
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,7 +183,7 @@ def test_attributes(options):
     # Also what only the local optimizer's defaults say.
     assert group["betas"] == (0.9, 0.999)
     assert zero.optim.param_groups[0]["lr"] == 0.25
-    assert zero.join_device == torch.device("cpu")
+    assert zero.join_device == devices.current()
     assert zero.join_process_group is zero.process_group
     assert zero._overlap_with_ddp is False
     assert "Adam" in repr(zero) or "ZeroRedundancyOptimizer" in repr(zero)
@@ -293,7 +294,7 @@ def assert_all_name(errors, *words):
 @ours
 @either_sharding
 @on_ranks(2, 4, timeout=20)
-def test_ranks_that_differ_all_hear_which_and_where(options):
+def test_ranks_that_differ_are_named_on_every_rank(options):
     odd = dist.get_rank() == 1
 
     def check(*words, **differing):
@@ -313,13 +314,13 @@ def test_ranks_that_differ_all_hear_which_and_where(options):
     first, second, third = make_parameters(2, 3, 4)
     groups = ([first], [second, third]) if odd else ([first, second], [third])
     check(parameters=[{"params": group} for group in groups])
-    # And without a difference all goes on.
+    # Without a difference, everything works.
     assert construct_and_report(make_parameters(4), **options) == [None] * dist.get_world_size()
 
 
 @ours
 @on_ranks(2, 4, timeout=20)
-def test_ranks_that_differ_in_sharding_hear_of_it():
+def test_ranks_that_differ_in_sharding_all_raise():
     sharding = "element" if dist.get_rank() == 1 else "parameter"
     errors = construct_and_report(make_parameters(4), sharding=sharding)
     assert_all_name(errors, "rank 1", "sharding")
@@ -331,7 +332,7 @@ def test_ranks_that_differ_in_sharding_hear_of_it():
 @ours
 @on_ranks(2, 4, timeout=20)
 def test_a_mistake_on_one_rank_is_an_error_on_all():
-    """The mistaken rank gets its own error, the others hear of it."""
+    """The mistaken rank raises its own error, the others one that names the rank."""
     mistaken = dist.get_rank() == 1
 
     def check(parameters, *own):

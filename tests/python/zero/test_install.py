@@ -1,4 +1,4 @@
-"""install() puts ours in torch's place, uninstall() puts torch's back."""
+"""install() replaces torch's class with ours, uninstall() restores torch's."""
 
 import importlib
 
@@ -62,7 +62,7 @@ def test_install_and_uninstall():
 
 
 def script():
-    """As somebody else wrote it: torch's imports, DDP, overlap."""
+    """A script that knows only torch: torch's imports, DDP, overlap."""
     from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -96,7 +96,7 @@ def test_a_script_with_torchs_imports_gets_ours():
 
 @on_ranks(2)
 def test_ours_is_torchs_while_installed_and_after():
-    """isinstance goes on holding for optimizers that were made before, between and after."""
+    """isinstance still holds for optimizers that were made before, between and after."""
     import shardstep
     from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
 

@@ -1,5 +1,6 @@
 """Uneven inputs: ranks that have run out shadow the steps of the others."""
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ class GivesGradients(Joinable):
 
     @property
     def join_device(self):
-        return torch.device("cpu")
+        return devices.current()
 
     @property
     def join_process_group(self):
@@ -93,6 +94,33 @@ def test_joined_ranks_shadow_the_step(options):
     assert_bitwise(parameters, others)
     last = dist.get_rank() == dist.get_world_size() - 1
     assert gives.ended is last
+
+
+@ours
+@every_sharding
+@pytest.mark.parametrize("has_at_first", [True, False])
+@on_ranks(2, 3, timeout=20)
+def test_joined_ranks_follow_the_gradient_of_a_frozen_parameter(options, has_at_first):
+    """Rank 0 has run out when it goes, or comes. A frozen parameter is updated while it has one."""
+    parameters = make_parameters(9, (3, 50), 7)
+    parameters[1].requires_grad_(False)
+    others = copies(parameters)
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, **options)
+    plain = torch.optim.SGD(others, lr=0.1)
+
+    def give_gradients(params, number):
+        set_gradients(params, number)
+        if (number < 2) != has_at_first:
+            params[1].grad = None
+
+    with Join([zero]):
+        for number in range(inputs_of(dist.get_rank())):
+            give_gradients(parameters, number)
+            zero.step()
+    for number in range(inputs_of(dist.get_world_size() - 1)):
+        give_gradients(others, number)
+        plain.step()
+    assert_bitwise(parameters, others)
 
 
 @ours
@@ -173,7 +201,7 @@ class Counts(Joinable):
 
     @property
     def join_device(self):
-        return torch.device("cpu")
+        return devices.current()
 
     @property
     def join_process_group(self):

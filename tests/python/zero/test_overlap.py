@@ -1,9 +1,10 @@
-"""The update inside DDP's backward pass: beside DDP with the same local optimizer, to the bit."""
+"""The update inside DDP's backward pass equals DDP with the same local optimizer, bit for bit."""
 
 import gc
 import itertools
 import weakref
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +90,7 @@ class Overlapped:
         assert_bitwise(self.ddp.parameters(), self.reference.parameters())
 
 
+@pytest.mark.part(6)
 @ours
 @every_hook
 @every_sharding
@@ -102,6 +104,7 @@ def test_parity_from_the_first_iteration(hook, sharding):
         assert_same_on_all_ranks(pair.ddp.parameters())
 
 
+@pytest.mark.part(4)
 @ours
 @every_hook
 @every_sharding
@@ -130,6 +133,7 @@ def test_any_optimizer(hook, sharding):
         Overlapped(hook, optimizer_class, sharding=sharding, **defaults).run(4)
 
 
+@pytest.mark.part(4)
 @ours
 @every_hook
 @every_sharding
@@ -166,6 +170,7 @@ def test_frozen_and_unfrozen_between_iterations(hook, sharding):
             assert torch.equal(parameter, before[index]) == (index in frozen)
 
 
+@pytest.mark.part(4)
 @ours
 @every_hook
 @every_sharding
@@ -211,7 +216,7 @@ def test_a_parameter_that_one_rank_uses(hook, sharding):
 @every_sharding
 @on_ranks(2)
 def test_add_param_group(hook, sharding):
-    """A part of the model is handed over later; until then nobody updates it."""
+    """A part of the model is added later; until then nothing updates it."""
 
     def first_two(parameters):
         return [{"params": parameters[:2]}]
@@ -385,7 +390,7 @@ def test_what_the_hook_knows_of_ddps_buckets(hook):
         for index, assignment in assignments.items():
             assert isinstance(assignment, zero_module._DDPBucketAssignment)
             assert assignment.bucket_index == index
-            assert assignment.device == torch.device("cpu")
+            assert assignment.device == devices.current()
             first = info.params_per_bucket[index][assignment.offset]
             assert first is assignment.parameters[0]
     mine = info.params_per_rank[zero.rank]
@@ -430,7 +435,7 @@ def test_it_works_in_every_order_of_buckets():
 @every_hook
 @on_ranks(2, timeout=30)
 def test_the_model_and_the_hook_can_be_dropped(hook):
-    """Nothing keeps them alive, and ranks go on to the next."""
+    """Nothing keeps them alive, and ranks continue with the next."""
     for _ in range(3):
         pair = Overlapped(hook)
         pair.run(2)

@@ -60,6 +60,7 @@ def frozen_first(parameters):
     return parameters
 
 
+@pytest.mark.part(8)
 @pytest.mark.parametrize("some_frozen", [False, True])
 @every_layout
 @on_ranks(2, 4)
@@ -121,7 +122,7 @@ def test_what_is_no_new_group_is_refused(options):
 @ours
 @every_sharding
 @on_ranks(2, 4, timeout=20)
-def test_ranks_that_add_different_groups_all_hear_of_it(options):
+def test_ranks_that_add_different_groups_all_raise(options):
     twins = Twins(options=options)
     twins.step(1)
     size = 5 if dist.get_rank() == 1 else 4

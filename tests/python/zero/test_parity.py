@@ -1,4 +1,4 @@
-"""Trained under DDP beside the same local optimizer: the same losses and parameters, to the bit.
+"""Under DDP, losses and parameters equal those of the same local optimizer, bit for bit.
 
 Both models run the same all-reduces of the same numbers, so sums are taken in the same order.
 """
@@ -44,6 +44,7 @@ def trainable_from(ddp, number):
     third.requires_grad_(number >= 10)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("maximize", [False, True])
 @every_layout
 @on_ranks(2)
@@ -77,6 +78,7 @@ def train_twenty_batches(ddps, zero, local):
     assert not any(map(torch.equal, ddps[0].parameters(), start))
 
 
+@pytest.mark.part(4)
 @every_layout
 @on_ranks(2, 4)
 def test_options_of_ddp(options):
@@ -140,7 +142,7 @@ def test_clipped_gradients(options):
 
 
 class TwoHalves(nn.Module):
-    """A model of two parts that might lie on two devices; activations cross between them."""
+    """A model of two parts that could be on two devices; activations move between them."""
 
     def __init__(self):
         super().__init__()
@@ -154,6 +156,7 @@ class TwoHalves(nn.Module):
         return self.back(middle.to(self.devices[1]))
 
 
+@pytest.mark.part(4)
 @every_layout
 @on_ranks(2, 4)
 def test_model_in_two_halves(options):
@@ -214,6 +217,7 @@ def test_parameters_shared_by_layers(options):
         assert_bitwise(ddps[0].parameters(), ddps[1].parameters())
 
 
+@pytest.mark.part(4)
 @ours
 @every_layout
 @on_ranks(2, 4)

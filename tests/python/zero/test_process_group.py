@@ -1,4 +1,4 @@
-"""Groups other than the default: ranks need not start at 0, nor be neighbours."""
+"""Groups other than the default: ranks need not start at 0 or be contiguous."""
 
 import pytest
 import torch

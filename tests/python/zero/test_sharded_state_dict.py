@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: each rank saves its part, any world size and sharding loads it."""
+"""torch.distributed.checkpoint: each rank saves its part; any world size and sharding loads it."""
 
 import dataclasses
 import warnings
@@ -106,6 +106,7 @@ def load_and_go_on(run: Run, folder: Path) -> None:
     assert_bitwise(parameters, run.plain(5)[0])
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize(
     ("saved", "loaded", "from_options", "to_options"),
     [
@@ -128,6 +129,7 @@ def test_saved_at_one_world_size_loaded_at_another(
     run_ranks(loaded, load_and_go_on, Run(to_options), tmp_path)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("optimizer_class", "defaults"),
     [

@@ -197,7 +197,7 @@ def test_added_groups_are_cut_too():
 @pytest.mark.parametrize("sharding", ["parameter", pytest.param("element", marks=ours)])
 @on_ranks(2, 4)
 def test_views_of_one_buffer(sharding):
-    """parameters_as_bucket_view moves parameters into buffers, and nobody sees a difference."""
+    """parameters_as_bucket_view moves parameters to buffers; other code sees no difference."""
     options = {} if sharding == "parameter" else {"sharding": sharding}
     parameters = make_parameters(9, (3, 5), 7, (2, 2, 2), 1)
     before = [p.detach().clone() for p in parameters]

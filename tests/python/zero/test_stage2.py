@@ -1,11 +1,12 @@
-"""Stage 2: gradients reduced by the optimizer. Two ranks agree with DDP and the plain optimizer to
-the bit: a sum of two terms has one order, and halving is exact."""
+"""Stage 2: gradients reduced by the optimizer. Two ranks agree with DDP and the plain optimizer bit
+for bit, since a sum of two terms has one order, and halving is exact."""
 
 import os
 import resource
 import signal
 import time
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +78,7 @@ def equals_ddp(exchange, sharding, optimizer, bucket_cap_mb):
     iterate(*make(exchange, optimizer, sharding=sharding, bucket_cap_mb=bucket_cap_mb))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("sharding", ["parameter", "element"])
 def test_equals_ddp_with_the_plain_optimizer(exchange, sharding):
@@ -92,7 +94,7 @@ def close_to_ddp(exchange):
             optim.zero_grad()
             model(batch(step)).square().mean().backward()
             optim.step()
-    # Four terms are added up in another order than by DDP's ring.
+    # DDP's ring sums four terms in another order.
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -115,6 +117,7 @@ def same_by_both_exchanges():
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.cpu("it is about exchanges of CPU tensors")
 def test_exchanges_agree_to_the_bit():
     run_ranks(4, same_by_both_exchanges)
 
@@ -167,9 +170,32 @@ def test_clip_grad_norm(exchange):
     run_ranks(2, clips, exchange)
 
 
+def clips_rounded_doubles(exchange):
+    parameter = torch.nn.Parameter(torch.ones(1000, dtype=torch.float64))
+    zero = ZeroRedundancyOptimizer(
+        [parameter],
+        torch.optim.SGD,
+        lr=1.0,
+        stage=2,
+        exchange=exchange,
+        gradient_dtype=torch.bfloat16,
+    )
+    for _ in range(3):
+        zero.zero_grad()
+        (parameter * (dist.get_rank() + 1)).sum().backward()  # 1.5 on average, after rounding too
+        assert zero.clip_grad_norm_(1e6) == pytest.approx(1.5 * 1000**0.5)
+        zero.step()
+    assert torch.equal(parameter, torch.full_like(parameter, 1 - 3 * 1.5))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_norms_that_come_with_the_sums_leave_them_alone(exchange):
+    run_ranks(2, clips_rounded_doubles, exchange)
+
+
 def scales(exchange):
     net, zero, plain, optimizer = make(exchange)
-    ours, theirs = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
+    ours, theirs = (torch.amp.GradScaler(devices.NAME, init_scale=1024.0) for _ in range(2))
     for step in range(8):
         for model, optim, scaler in ((net, zero, ours), (plain, optimizer, theirs)):
             optim.zero_grad()
@@ -301,7 +327,7 @@ def test_a_rank_that_is_killed_is_an_error_on_the_others(exchange, where):
         assert "rank" in message and "(rank" in message, message
         assert seconds < 20
     if exchange == "shared_memory":
-        assert "rank 1 (process" in results[0][0] and "is gone" in results[0][0]
+        assert "rank 1 (process" in results[0][0] and "has died" in results[0][0]
     # Gloo's own files come and go with other tests; ours have no name at all.
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "shardstep" in name]
 
@@ -318,6 +344,7 @@ def shares_parameters(sharding):
     assert any(low <= storage.data_ptr() < high for low, high in spans)
 
 
+@pytest.mark.cpu("it is about shared memory")
 @pytest.mark.parametrize("sharding", ["parameter", "element"])
 def test_one_copy_of_the_parameters_equals_ddp(sharding):
     run_ranks(2, shares_parameters, sharding)
@@ -369,7 +396,7 @@ def overlaps_forward(exchange):
         net.state_dict().items(), plain.module.state_dict().values(), strict=True
     ):
         assert torch.equal(ours, theirs), name
-    # Here the parameters are not there yet: the test would see it if nobody waited.
+    # The parameters have not arrived yet: the test would notice if nothing waited.
     traveller = torch.nn.Linear(500, 500, bias=False)
     zero = ZeroRedundancyOptimizer(
         traveller.parameters(),
@@ -436,6 +463,7 @@ def bytes_sent(gradient_dtype):
     return zero.engine.traffic.bytes_sent
 
 
+@pytest.mark.cpu("it is about exchanges of CPU tensors")
 def test_narrow_gradients_are_half_the_bytes():
     wide = run_ranks(2, bytes_sent, None)
     narrow = run_ranks(2, bytes_sent, torch.bfloat16)
@@ -457,6 +485,7 @@ def runs_out_of_memory():
     ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, stage=2, exchange="pairwise", lr=1.0)
 
 
+@pytest.mark.cpu("it is about shared memory")
 def test_too_little_memory_is_an_error_on_every_rank():
     run_ranks(3, runs_out_of_memory)
 

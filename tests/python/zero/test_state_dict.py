@@ -1,4 +1,4 @@
-"""State out, state in: a plain optimizer's dict on both sides."""
+"""Saving and loading state as a plain optimizer's dict."""
 
 import copy
 
@@ -36,7 +36,7 @@ def make_twins(optimizer_class=torch.optim.Adam, options=None, **defaults):
 @every_layout
 @on_ranks(1, 2, 3, 4)
 def test_it_equals_the_plain_optimizers(options):
-    """Key for key, shape for shape, and to the bit; on each rank that asks for it."""
+    """Key for key, shape for shape and bit for bit; on each rank that asks for it."""
     twins = make_twins(options=options, amsgrad=True)
     for steps in (0, 1, 2):
         twins.step(steps)
@@ -153,7 +153,7 @@ def test_options_that_changed_since_the_last_step_are_in_it(options):
 @every_layout
 @on_ranks(1, 2, 4)
 def test_a_plain_dict_is_taken(options):
-    """Training that goes on from it is the plain optimizer's own, and so is the state."""
+    """Training that continues from it equals the plain optimizer's, and so does the state."""
     plain = make_parameters(*SHAPES)
     optimizer = torch.optim.Adam(plain, lr=0.2, amsgrad=True)
     for number in range(3):
@@ -298,6 +298,7 @@ def goes_on_as_the_plain_one(options, parameters, state):
     assert_same(everywhere(twins.zero), twins.plain.state_dict())
 
 
+@pytest.mark.part(8)
 @pytest.mark.parametrize("saved, loaded", [(4, 2), (2, 3), (1, 4), (3, 1)])
 @pytest.mark.parametrize(
     "from_options, to_options",

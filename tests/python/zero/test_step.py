@@ -1,4 +1,4 @@
-"""step(): what reaches the local optimizer, what comes back."""
+"""step(): what it passes to the local optimizer, and what it returns."""
 
 import threading
 import time
@@ -141,7 +141,7 @@ def test_keys_that_the_local_optimizer_adds_show_up(options):
     assert [group["steps"] for group in twins.zero.param_groups] == [1, 1]
     twins.step(1)
     assert [group["steps"] for group in twins.zero.param_groups] == [2, 2]
-    # And the other way: what the user changes is what the local optimizer goes on from.
+    # And vice versa: the local optimizer continues from what the user changes.
     twins.zero.param_groups[1]["steps"] = 10
     twins.zero.step()
     assert [group["steps"] for group in twins.zero.param_groups] == [3, 11]
@@ -244,7 +244,7 @@ def test_steps_before_any_gradient_do_nothing(options):
 
 @on_ranks(2, 4)
 def test_parameters_flow_from_their_owners():
-    """What a rank did to a parameter of another rank's is gone after the step."""
+    """A rank's change of another rank's parameter is lost in the step."""
     twins = Twins(torch.optim.SGD)
     twins.set_gradients(0)
     with torch.no_grad():
@@ -379,7 +379,7 @@ def test_other_threads_run_while_a_rank_waits(call, options):
 @every_sharding
 @on_ranks(2, timeout=20)
 def test_an_error_in_the_local_step_is_not_lost(options):
-    """It is raised on the rank where it happened; the other does not hang for ever."""
+    """Each rank raises its own."""
 
     class Failing(torch.optim.SGD):
         def step(self, closure=None):

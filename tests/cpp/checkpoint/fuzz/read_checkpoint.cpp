@@ -13,8 +13,8 @@ namespace {
 bool same_tensor(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
          a.strides() == b.strides() &&
-         std::memcmp(a.contiguous().const_data_ptr(), b.contiguous().const_data_ptr(),
-                     a.nbytes()) == 0;
+         (a.numel() == 0 || std::memcmp(a.contiguous().const_data_ptr(),
+                                        b.contiguous().const_data_ptr(), a.nbytes()) == 0);
 }
 
 bool same_values(const NamedValues& a, const NamedValues& b) {

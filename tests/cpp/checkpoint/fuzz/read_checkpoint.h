@@ -1,6 +1,6 @@
 #pragma once
 
-// What the fuzzers do with a directory that may be anything.
+// Reads a directory of arbitrary contents, for the fuzzers.
 
 #include <optional>
 #include <string>
@@ -18,7 +18,7 @@ struct ReadOutcome {
 // "shardstep: "; any other exception passes through.
 ReadOutcome read_whole_checkpoint(const std::string& directory);
 
-// Whether two values are equal to the bit; tensors also in strides.
+// Whether two values are equal bit for bit, tensors also in strides.
 bool same_value(const c10::IValue& a, const c10::IValue& b);
 bool same_state(const StateDict& a, const StateDict& b);
 

@@ -1,0 +1,34 @@
+#pragma once
+
+// What an optimizer has done on this rank so far. Nothing here is collective.
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+namespace shardstep {
+
+struct PhaseStats {
+  int64_t calls = 0;
+  double seconds = 0;
+};
+
+struct OptimizerStats {
+  // By phase: post (gradients of a bucket handed over), reduce (its sum taken; waits), compare
+  // (waits until all ranks are in step()), update (the local optimizer), gather (parameters sent;
+  // waits), arrive (with overlap_forward: waits for them later). torch.profiler shows the same
+  // phases as shardstep::<name>.
+  std::map<std::string, PhaseStats> phases;
+  std::string exchange;  // "shared_memory", ...; "none" in a group of one
+  // In messages of the process group; what ranks share in memory is not sent.
+  int64_t bytes_sent = 0;
+  int64_t bytes_received = 0;
+  int64_t buckets = 0;
+  // Bytes that this rank holds: of the optimizer's state, of its part of the gradients (stage 2),
+  // and of parameters in flat storage.
+  int64_t state_bytes = 0;
+  int64_t gradient_bytes = 0;
+  int64_t flat_parameter_bytes = 0;
+};
+
+}  // namespace shardstep

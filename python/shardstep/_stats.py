@@ -1,0 +1,109 @@
+"""What an optimizer has done on this rank: time by phase, bytes, memory."""
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from shardstep._sharded_optimizer import ShardedOptimizer
+from shardstep._text import size
+
+_WAITING = ("reduce", "compare", "gather", "arrive")
+_COMPUTING = ("post", "update")
+
+
+class StatsMethods(ShardedOptimizer):
+    """stats and related methods."""
+
+    _traffic_before: tuple[int, int]
+    """Bytes sent and received at the last reset_stats()."""
+
+    def stats(self) -> dict[str, Any]:
+        """Where this rank's time and memory went, and what it has sent, since reset_stats().
+
+        `phases` has, by name, how often a phase ran (`calls`) and how long (`seconds`): post (a
+        bucket's gradients handed over, in the backward pass), reduce (its sum taken), compare (at
+        the start of step(), which waits until all ranks are there), update (the local optimizer),
+        gather (parameters sent), arrive (with overlap_forward: waiting for them later). The
+        profiler shows the same phases as shardstep::<name>. `seconds_waiting` is the sum of those
+        that wait for other ranks, and includes moving the bytes; `seconds_computing` of the others.
+        A step with a closure does not count its update. `bytes_sent` and `bytes_received` count
+        messages of the process group; what ranks share in memory is not sent. Not collective.
+        """
+        times = self.engine.phase_times()
+        sent, received = self._traffic_before
+        traffic = self.engine.traffic
+        return {
+            "phases": {
+                name: {"calls": calls, "seconds": seconds}
+                for name, (calls, seconds) in times.items()
+            },
+            "seconds_waiting": sum(times[name][1] for name in _WAITING),
+            "seconds_computing": sum(times[name][1] for name in _COMPUTING),
+            "exchange": self.engine.exchange,
+            "bytes_sent": traffic.bytes_sent - sent,
+            "bytes_received": traffic.bytes_received - received,
+            "buckets": self.engine.bucket_count,
+            "state_bytes": self._state_bytes(),
+            "gradient_bytes": self.engine.gradient_bytes,
+            "flat_parameter_bytes": sum(
+                part.nbytes for bucket in self.engine.flat_buckets() for part in bucket
+            ),
+        }
+
+    def reset_stats(self) -> None:
+        """Times and bytes start at 0 again."""
+        self.engine.reset_phase_times()
+        traffic = self.engine.traffic
+        self._traffic_before = (traffic.bytes_sent, traffic.bytes_received)
+
+    def log_stats(
+        self, every: int = 100, logger: logging.Logger | None = None, level: int = logging.INFO
+    ) -> RemovableHandle:
+        """Logs one line per `every` steps: where their time went, and what was sent.
+
+        The logger is "shardstep" if None. Returns a handle whose remove() ends it. Times and bytes
+        are those of the steps since the last line, so stats() starts anew with each.
+        """
+        if every < 1:
+            raise ValueError(f"shardstep: expected a line per 1 step or more, got {every}")
+        log = logger if logger is not None else logging.getLogger("shardstep")
+        steps, began = 0, time.perf_counter()
+        self.reset_stats()
+
+        def after_step(*_: Any) -> None:
+            nonlocal steps, began
+            steps += 1
+            if steps % every:
+                return
+            now = time.perf_counter()
+            log.log(level, "%s", self._line(steps, every, now - began))
+            began = now
+            self.reset_stats()
+
+        return self.register_step_post_hook(after_step)
+
+    def _line(self, step: int, steps: int, seconds: float) -> str:
+        stats = self.stats()
+        phases = ", ".join(
+            f"{name} {phase['seconds'] / steps * 1e3:.1f} ms"
+            for name, phase in stats["phases"].items()
+            if phase["calls"]
+        )
+        return (
+            f"rank {self.rank} of {self.world_size}: step {step}: {seconds / steps * 1e3:.1f} ms "
+            f"per step ({phases}); sent {size(stats['bytes_sent'] / steps)} per step by "
+            f"{stats['exchange']}; state {size(stats['state_bytes'])}, gradients "
+            f"{size(stats['gradient_bytes'])}"
+        )
+
+    def _state_bytes(self) -> int:
+        return sum(
+            value.nbytes
+            for values in self.optim.state.values()
+            if isinstance(values, dict)
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        )

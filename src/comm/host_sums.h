@@ -1,0 +1,89 @@
+#pragma once
+
+// Sums parts over the ranks of several hosts. The ranks of a host sum in shared memory, in rank
+// order; the host's sums of what other hosts own go to the owners, each through the rank that runs
+// the errand; an owner adds the hosts' sums in order of the hosts' lowest ranks, and divides.
+//
+// What happens in which thread: messages start, and host sums are taken, in calls of this rank's
+// thread, which looks whenever it calls or waits, so that other hosts do not wait for a rank that
+// waits for something else. Another thread waits for the sums of other hosts and adds them, since
+// Gloo does not report what has arrived. A call waits only in finish(), and finish() returns only
+// when this rank has started all messages that others wait for.
+
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "comm/errands.h"
+#include "comm/pending_works.h"
+#include "comm/rank_order_sum.h"
+#include "comm/scratch.h"
+#include "comm/shared/piece_sums.h"
+#include "comm/worker.h"
+
+namespace shardstep::detail {
+
+// The sum of a bucket, from this rank's side.
+class HostSum {
+ public:
+  double squares() const { return total_->squares; }
+
+ private:
+  friend class HostSums;
+  // Written by the thread that adds the hosts' sums.
+  struct Total {
+    std::atomic<bool> done{false};
+    double squares = 0;
+    std::exception_ptr error;
+  };
+  struct Spoken {
+    Errand errand;
+    at::Tensor sum;  // the host's
+  };
+
+  int tag_ = 0;  // c10d's
+  SumOptions options_;
+  std::vector<at::Tensor> into_;  // the host's sum of what this rank owns, then everyone's
+  int64_t own_numel_ = 0;
+  std::shared_ptr<PieceSum> on_host_;
+  std::vector<Spoken> to_send_;
+  std::vector<at::Tensor> send_memory_;
+  std::shared_ptr<PendingWorks> arriving_;  // other hosts' sums
+  std::vector<at::Tensor> received_;        // by host; undefined for this one
+  std::shared_ptr<Total> total_ = std::make_shared<Total>();
+};
+
+class HostSums {
+ public:
+  HostSums(ProcessGroupPtr group, std::shared_ptr<SharedMemory> shared, Traffic& traffic);
+
+  // Starts to sum parts[r] of all ranks on rank r, in `into`, which has a tensor for each of this
+  // rank's own and may be the same. `message_tag` is c10d's. REQUIRES: parts of one dtype; the last
+  // sum with this tag is finished.
+  std::shared_ptr<HostSum> start(const Parts& parts, MessageTag tag, int message_tag,
+                                 const std::vector<at::Tensor>& into, const SumOptions& options);
+  // Whether it is done by `end`.
+  bool done_by(const HostSum& sum, std::chrono::steady_clock::time_point end);
+  void finish(const HostSum& sum);
+  // Does what other ranks have made possible. Returns whether there is more to come. Never waits.
+  bool progress();
+
+ private:
+  void receive_sums(HostSum& sum, const std::vector<int64_t>& numel, const at::Tensor& like);
+  Parts parts_on_host(const Parts& parts, const std::vector<Errand>& errands) const;
+  void send_spoken(HostSum& sum);
+  void add_later(const HostSum& sum);
+  bool is_done(const HostSum& sum);
+
+  ProcessGroupPtr group_;
+  std::shared_ptr<SharedMemory> shared_;
+  Traffic& traffic_;
+  PieceSums on_host_;
+  std::shared_ptr<Scratch> scratch_ = std::make_shared<Scratch>();
+  std::deque<std::shared_ptr<HostSum>> under_way_;  // on this host
+  Worker adding_, sending_;
+};
+
+}  // namespace shardstep::detail

@@ -1,0 +1,295 @@
+#include "checkpoint/crash/file_calls.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+namespace shardstep::crash {
+
+std::atomic<int> calls_left{-1};
+Calls calls;
+
+// Records follow each other: a header, then name, to and data.
+struct CallLog::Memory {
+  static constexpr size_t kBytes = size_t{64} << 20;
+  struct Header {
+    LoggedCall::Kind kind;
+    uint64_t inode;
+    int64_t offset;
+    size_t name, to, data;
+  };
+  std::atomic<int> taken;
+  size_t used;
+  char bytes[1];
+
+  void append(const void* from, size_t size) {
+    if (sizeof(Memory) + used + size > kBytes) {
+      std::fprintf(stderr, "the log of calls is full\n");
+      std::abort();
+    }
+    if (size > 0) std::memcpy(bytes + used, from, size);
+    used += size;
+  }
+};
+
+namespace {
+
+std::atomic<CallLog*> log_of_calls{nullptr};
+
+// Says whether a signal comes first.
+bool count_call() {
+  if (calls_left >= 0 && calls_left-- == 0) ::kill(::getpid(), SIGKILL);
+  if (!calls.interrupted || !calls.next_is_interrupted.exchange(!calls.next_is_interrupted)) {
+    return false;
+  }
+  errno = EINTR;
+  return true;
+}
+
+template <class Function>
+Function* next(const char* name) {
+  return reinterpret_cast<Function*>(::dlsym(RTLD_NEXT, name));
+}
+
+uint64_t inode_of(int fd) {
+  struct stat status{};
+  return ::fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
+bool is_in_log_directory(CallLog* log, int fd) {
+  char path[64], target[4096];
+  std::snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+  const auto size = ::readlink(path, target, sizeof(target) - 1);
+  if (size <= 0) return false;
+  target[size] = 0;
+  return !log->name_of(target).empty();
+}
+
+// Makes a call and logs it if it succeeded, as one step.
+template <class Call>
+auto logged(CallLog* log, Call call, const LoggedCall& record) {
+  CallLog::Turn turn(log);
+  const auto result = call();
+  const int error = errno;
+  if (result >= 0) turn.add(record);
+  errno = error;
+  return result;
+}
+
+ssize_t logged_write(int fd, const void* data, size_t size, off_t offset,
+                     ssize_t (*call)(int, const void*, size_t, off_t)) {
+  CallLog* const log = log_of_calls;
+  if (!log || !is_in_log_directory(log, fd)) return call(fd, data, size, offset);
+  CallLog::Turn turn(log);
+  const auto written = call(fd, data, size, offset);
+  if (written > 0) {
+    LoggedCall record;
+    record.kind = LoggedCall::kWrite;
+    record.inode = inode_of(fd);
+    record.offset = offset;
+    record.data.assign(static_cast<const char*>(data), static_cast<size_t>(written));
+    turn.add(record);
+  }
+  return written;
+}
+
+int logged_names(LoggedCall::Kind kind, const char* path, const char* to,
+                 int (*call)(const char*, const char*)) {
+  CallLog* const log = log_of_calls;
+  const auto name = log ? log->name_of(path) : "";
+  if (name.empty()) return call(path, to);
+  LoggedCall record;
+  record.kind = kind;
+  record.name = name;
+  if (to) record.to = log->name_of(to);
+  return logged(log, [&] { return call(path, to); }, record);
+}
+
+}  // namespace
+
+CallLog::CallLog(std::string directory) : directory_(std::move(directory)) {
+  void* const memory = ::mmap(nullptr, Memory::kBytes, PROT_READ | PROT_WRITE,
+                              MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) std::abort();
+  memory_ = static_cast<Memory*>(memory);
+}
+
+CallLog::~CallLog() {
+  if (log_of_calls == this) log_of_calls = nullptr;
+  ::munmap(memory_, Memory::kBytes);
+}
+
+void CallLog::start() {
+  struct stat status{};
+  if (::stat(directory_.c_str(), &status) != 0) std::abort();
+  directory_inode_ = status.st_ino;
+  log_of_calls = this;
+}
+
+void CallLog::mark(const std::string& name) {
+  Turn turn(this);
+  LoggedCall record;
+  record.name = name;
+  turn.add(record);
+}
+
+std::string CallLog::name_of(const char* path) const {
+  const std::string_view whole(path);
+  if (whole.size() <= directory_.size() || !whole.starts_with(directory_) ||
+      whole[directory_.size()] != '/') {
+    return "";
+  }
+  return std::string(whole.substr(directory_.size() + 1));
+}
+
+std::vector<LoggedCall> CallLog::read() const {
+  std::vector<LoggedCall> result;
+  const char* at = memory_->bytes;
+  const char* const end = at + memory_->used;
+  while (at < end) {
+    Memory::Header header;
+    std::memcpy(&header, at, sizeof(header));
+    at += sizeof(header);
+    LoggedCall call;
+    call.kind = header.kind;
+    call.inode = header.inode;
+    call.offset = header.offset;
+    for (auto [text, size] : {std::pair(&call.name, header.name), std::pair(&call.to, header.to),
+                              std::pair(&call.data, header.data)}) {
+      text->assign(at, size);
+      at += size;
+    }
+    result.push_back(std::move(call));
+  }
+  return result;
+}
+
+CallLog::Turn::Turn(CallLog* log) : log_(log) {
+  while (log_->memory_->taken.exchange(1, std::memory_order_acquire) != 0) ::sched_yield();
+}
+
+CallLog::Turn::~Turn() { log_->memory_->taken.store(0, std::memory_order_release); }
+
+void CallLog::Turn::add(const LoggedCall& call) {
+  const Memory::Header header{call.kind,        call.inode,     call.offset,
+                              call.name.size(), call.to.size(), call.data.size()};
+  log_->memory_->append(&header, sizeof(header));
+  for (const auto* text : {&call.name, &call.to, &call.data}) {
+    log_->memory_->append(text->data(), text->size());
+  }
+}
+
+}  // namespace shardstep::crash
+
+using shardstep::crash::CallLog;
+using shardstep::crash::calls;
+using shardstep::crash::count_call;
+using shardstep::crash::inode_of;
+using shardstep::crash::is_in_log_directory;
+using shardstep::crash::log_of_calls;
+using shardstep::crash::LoggedCall;
+using shardstep::crash::next;
+
+// The library finds these before the C library's.
+extern "C" {
+int open(const char* path, int flags, ...) {
+  if (calls.interrupted && count_call()) return -1;
+  if (std::string_view(path).ends_with(".safetensors")) ++calls.opened_shards;
+  std::va_list arguments;
+  va_start(arguments, flags);
+  const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  auto* const real = next<int(const char*, int, mode_t)>("open");
+  CallLog* const log = log_of_calls;
+  LoggedCall record;
+  if (log && (flags & O_CREAT) != 0) record.name = log->name_of(path);
+  if (record.name.empty()) return real(path, flags, mode);
+  CallLog::Turn turn(log);
+  const bool existed = ::access(path, F_OK) == 0;
+  const int fd = real(path, flags, mode);
+  if (fd >= 0 && !existed) {
+    record.kind = LoggedCall::kCreate;
+    record.inode = inode_of(fd);
+    turn.add(record);
+  }
+  return fd;
+}
+ssize_t pread(int fd, void* data, size_t size, off_t offset) {
+  const auto count = next<ssize_t(int, void*, size_t, off_t)>("pread")(fd, data, size, offset);
+  if (count > 0) calls.bytes_read += count;
+  return count;
+}
+int fallocate(int fd, int mode, off_t offset, off_t size) {
+  if (count_call()) return -1;
+  return next<int(int, int, off_t, off_t)>("fallocate")(fd, mode, offset, size);
+}
+ssize_t write(int fd, const void* data, size_t size) {
+  CallLog* const log = log_of_calls;
+  const off_t offset = log ? ::lseek(fd, 0, SEEK_CUR) : 0;
+  return shardstep::crash::logged_write(
+      fd, data, size, offset, [](int to, const void* from, size_t count, off_t) {
+        return next<ssize_t(int, const void*, size_t)>("write")(to, from, count);
+      });
+}
+ssize_t pwrite(int fd, const void* data, size_t size, off_t offset) {
+  if (count_call()) return -1;
+  return shardstep::crash::logged_write(
+      fd, data, size, offset, [](int to, const void* from, size_t count, off_t at) {
+        return next<ssize_t(int, const void*, size_t, off_t)>("pwrite")(to, from, count, at);
+      });
+}
+int fsync(int fd) {
+  if (count_call()) return -1;
+  struct stat status{};
+  const bool directory = ::fstat(fd, &status) == 0 && S_ISDIR(status.st_mode);
+  if (directory) {
+    if (calls.no_directory_sync && calls.index_has_its_name) {
+      errno = EIO;
+      return -1;
+    }
+    calls.synced_directories.insert(status.st_ino);
+  }
+  auto* const real = next<int(int)>("fsync");
+  CallLog* const log = log_of_calls;
+  LoggedCall record;
+  record.kind = directory ? LoggedCall::kSyncDirectory : LoggedCall::kSync;
+  record.inode = status.st_ino;
+  if (!log || !(directory ? log->is_directory(status.st_ino) : is_in_log_directory(log, fd))) {
+    return real(fd);
+  }
+  return shardstep::crash::logged(log, [&] { return real(fd); }, record);
+}
+int rename(const char* from, const char* to) noexcept {
+  // No signal interrupts these.
+  if (!calls.interrupted) count_call();
+  const int result = shardstep::crash::logged_names(
+      LoggedCall::kRename, from, to, [](const char* a, const char* b) {
+        return next<int(const char*, const char*)>("rename")(a, b);
+      });
+  if (std::string_view(to).ends_with("index.json")) calls.index_has_its_name = true;
+  return result;
+}
+int link(const char* from, const char* to) noexcept {
+  return shardstep::crash::logged_names(LoggedCall::kLink, from, to,
+                                        [](const char* a, const char* b) {
+                                          return next<int(const char*, const char*)>("link")(a, b);
+                                        });
+}
+int unlink(const char* path) noexcept {
+  if (!calls.interrupted) count_call();
+  return shardstep::crash::logged_names(
+      LoggedCall::kUnlink, path, nullptr,
+      [](const char* a, const char*) { return next<int(const char*)>("unlink")(a); });
+}
+}

@@ -1,0 +1,52 @@
+#pragma once
+
+// Ranks that are forked processes, for tests in which one dies. The process that forks must not use
+// torch before.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <functional>
+
+#include "shardstep/process_group.h"
+#include "support/torch.h"
+
+namespace shardstep::test {
+
+// Runs `body` in a forked process; returns its id.
+inline pid_t fork_process(const std::function<void()>& body, unsigned seconds = 60) {
+  const pid_t pid = ::fork();
+  if (pid != 0) return pid;
+  ::alarm(seconds);
+  int code = 0;
+  try {
+    body();
+    code = ::testing::Test::HasFailure() ? 1 : 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "process: %s\n", error.what());
+    code = 1;
+  }
+  std::fflush(nullptr);
+  ::_exit(code);
+}
+
+inline int status_of(pid_t pid) {
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  return status;
+}
+
+inline ProcessGroupPtr join_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                  int world_size,
+                                  std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+  at::set_num_threads(1);
+  return make_process_group(store, rank, world_size,
+                            ProcessGroupOptions().backend("gloo").timeout(timeout));
+}
+
+inline ProcessGroupPtr alone() { return join_group(c10::make_intrusive<c10d::HashStore>(), 0, 1); }
+
+}  // namespace shardstep::test

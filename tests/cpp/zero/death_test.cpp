@@ -1,0 +1,462 @@
+// Kills a rank at each named step of the library (src/failure_points.h): the other ranks raise
+// soon, nothing is left behind, and a new run in the same directory goes on from the last
+// checkpoint to the same parameters. Also ranks that stop, and that leave by an exception.
+
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <sstream>
+
+#include "failure_points.h"
+#include "shardstep/shardstep.h"
+#include "shardstep/zero_hooks.h"
+#include "support/folder.h"
+#include "support/forked_ranks.h"
+#include "support/full_run.h"
+#include "support/torch.h"
+#include "support/zero_support.h"
+
+namespace shardstep {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+constexpr int kDyingRanks = 3;
+constexpr int kTrainedSteps = 4;
+constexpr auto kLongTimeout = std::chrono::seconds(60);
+// Within which the others raise when a rank has died: far less than the timeout.
+constexpr auto kPromised = std::chrono::seconds(15);
+
+struct DyingNetImpl : torch::nn::Module {
+  DyingNetImpl()
+      : first(register_module("first", torch::nn::Linear(6, 40))),
+        last(register_module("last", torch::nn::Linear(40, 5))) {
+    at::NoGradGuard no_grad;
+    const auto random = test::generator(7);
+    for (auto& param : parameters()) param.copy_(torch::randn(param.sizes(), random) / 4);
+  }
+  at::Tensor forward(const at::Tensor& x) { return last(first(x).tanh()); }
+  torch::nn::Linear first, last;
+};
+TORCH_MODULE(DyingNet);
+
+// How a training reaches the library's steps.
+enum class Training { kStage2, kOverlapForward, kHooks };
+
+struct Way {
+  Training training;
+  ExchangeKind exchange;
+};
+
+const std::vector<Way>& all_trainings() {
+  static const std::vector<Way> ways = [] {
+    std::vector<Way> all;
+    for (auto exchange : {ExchangeKind::kSharedMemory, ExchangeKind::kPairwise,
+                          ExchangeKind::kNative, ExchangeKind::kHierarchical}) {
+      for (auto training : {Training::kStage2, Training::kOverlapForward, Training::kHooks}) {
+        all.push_back({training, exchange});
+      }
+    }
+    return all;
+  }();
+  return ways;
+}
+
+std::string name_of(const Way& way) {
+  static const std::map<Training, std::string> trainings{{Training::kStage2, "stage 2"},
+                                                         {Training::kOverlapForward, "overlap"},
+                                                         {Training::kHooks, "hooks"}};
+  static const std::map<ExchangeKind, std::string> exchanges{
+      {ExchangeKind::kSharedMemory, "shared memory"},
+      {ExchangeKind::kPairwise, "pairwise"},
+      {ExchangeKind::kNative, "native"},
+      {ExchangeKind::kHierarchical, "hierarchical"}};
+  return trainings.at(way.training) + ", " + exchanges.at(way.exchange);
+}
+
+at::Tensor batch_of(int rank, int step) {
+  return torch::randn({4, 6}, test::generator(100 + 10 * step + rank));
+}
+
+// Goes on from the directory's checkpoint, if there is one. Every other save is in the background.
+class TrainingRun {
+ public:
+  TrainingRun(const Way& way, const ProcessGroupPtr& group, std::string directory)
+      : way_(way), group_(group), directory_(std::move(directory)) {
+    auto options = ZeroOptions().process_group(group).exchange(way.exchange).bucket_cap_mb(0.001);
+    options.sharding(Sharding::kElement);
+    if (way.training == Training::kHooks) {
+      ddp_ = std::make_unique<DistributedDataParallel<DyingNet>>(
+          net_, DistributedDataParallelOptions().process_group(group).bucket_cap_mb(0.0005));
+      options.overlap_with_ddp(true);
+    } else {
+      options.stage(2).overlap_forward(way.training == Training::kOverlapForward);
+      if (way.training == Training::kOverlapForward) options.module(net_.ptr());
+    }
+    zero_ = std::make_unique<ZeroRedundancyOptimizer>(net_->parameters(),
+                                                      torch::optim::AdamWOptions(0.01), options);
+    if (ddp_) {
+      ddp_->register_comm_hook(
+          hook_with_zero_step_interleaved(reduce_to_owners_hook(*ddp_, *zero_), *ddp_, *zero_));
+    }
+  }
+
+  void train(const std::function<void(int step)>& before_step = nullptr) {
+    int step = 0;
+    if (fs::exists(directory_ + "/index.json")) {
+      step = static_cast<int>(
+          zero_->load_checkpoint(directory_, checkpoint_options(0))["step"].toInt());
+    }
+    for (; step < kTrainedSteps; ++step) {
+      if (before_step) before_step(step);
+      make_step(step);
+      zero_->save_checkpoint(directory_, checkpoint_options(step + 1));
+    }
+    zero_->wait_checkpoint();
+  }
+
+  // Of all parameters' bits.
+  std::string digest() {
+    zero_->wait();
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (const auto& param : net_->parameters()) {
+      const auto flat = param.detach().contiguous();
+      const auto* bytes = static_cast<const uint8_t*>(flat.const_data_ptr());
+      for (size_t i = 0; i < flat.nbytes(); ++i) hash = (hash ^ bytes[i]) * 0x100000001b3u;
+    }
+    return std::to_string(hash);
+  }
+
+ private:
+  CheckpointOptions checkpoint_options(int step) {
+    NamedValues extra;
+    extra.insert("step", int64_t{step});
+    return CheckpointOptions()
+        .module(net_.ptr())
+        .extra(extra)
+        .rng(false)
+        .asynchronous(step % 2 == 0)
+        .timeout(std::chrono::seconds(5));
+  }
+
+  void make_step(int step) {
+    const auto input = batch_of(group_->getRank(), step);
+    if (ddp_) {
+      ddp_->zero_grad();
+      ddp_->forward(input).square().mean().backward();
+      zero_->wait();
+      return;
+    }
+    zero_->wait();
+    net_(input).square().mean().backward();
+    zero_->clip_grad_norm_(1.0);
+    zero_->step();
+    zero_->zero_grad();
+  }
+
+  Way way_;
+  ProcessGroupPtr group_;
+  std::string directory_;
+  DyingNet net_;
+  std::unique_ptr<DistributedDataParallel<DyingNet>> ddp_;
+  std::unique_ptr<ZeroRedundancyOptimizer> zero_;
+};
+
+// What this process does at a point. Calls may come from any thread.
+struct AtPoints {
+  std::string name;
+  std::atomic<int> left{0};  // it happens when this many more have been reached
+  int signal = SIGKILL;
+  std::mutex mutex;
+  std::map<std::string, int> reached;
+};
+AtPoints at_points;
+
+void on_point(const char* name) {
+  if (at_points.name.empty()) {
+    const std::lock_guard lock(at_points.mutex);
+    ++at_points.reached[name];
+  } else if (at_points.name == name && --at_points.left == 0) {
+    ::kill(::getpid(), at_points.signal);
+  }
+}
+
+struct Failing {
+  int rank = -1;  // nobody
+  std::string point;
+  int occurrence = 1;
+  int signal = SIGKILL;
+};
+
+// What became of one rank.
+struct Fate {
+  int status = 0;
+  Clock::time_point ended;
+  std::string outcome;  // "done <digest>" or "error <message>"
+  std::map<std::string, int> reached;
+};
+
+struct RankFiles {
+  std::string outcome, reached;
+  RankFiles(const test::Folder& folder, int rank)
+      : outcome(folder / c10::str("outcome-", rank)), reached(folder / c10::str("points-", rank)) {}
+};
+
+std::string text_of(const std::string& path) {
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+using Body = std::function<std::string(const ProcessGroupPtr&)>;
+
+pid_t start_rank(int rank, const Failing& failing, const Body& body, const test::Folder& folder,
+                 std::chrono::milliseconds timeout, bool two_hosts) {
+  return test::fork_process(
+      [&, rank] {
+        const RankFiles files(folder, rank);
+        // Two hosts, as far as the hierarchical exchange knows.
+        if (two_hosts) ::setenv("SHARDSTEP_TEST_HOSTS", "a,a,b", 1);
+        if (rank == failing.rank) {
+          at_points.name = failing.point;
+          at_points.left = failing.occurrence;
+          at_points.signal = failing.signal;
+        }
+        if (failing.rank < 0 || rank == failing.rank) detail::on_failure_point = on_point;
+        std::string outcome;
+        try {
+          const auto group =
+              test::join_group(c10::make_intrusive<c10d::FileStore>(folder / "store", kDyingRanks),
+                               rank, kDyingRanks, timeout);
+          outcome = "done " + body(group);
+        } catch (const std::exception& error) {
+          outcome = c10::str("error ", error.what());
+        }
+        detail::on_failure_point = nullptr;
+        std::ofstream(files.outcome) << outcome;
+        std::ofstream reached(files.reached);
+        for (const auto& [name, count] : at_points.reached) reached << count << ' ' << name << '\n';
+      },
+      120);
+}
+
+// Runs `body` on all ranks, one of which may fail; ends with all of them. A stopped rank goes on
+// when the others have ended.
+std::vector<Fate> run_dying(const Failing& failing, const Body& body, const Way& way,
+                            std::chrono::milliseconds timeout = kLongTimeout) {
+  const test::Folder folder;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < kDyingRanks; ++rank) {
+    const bool two_hosts = way.exchange == ExchangeKind::kHierarchical;
+    pids.push_back(start_rank(rank, failing, body, folder, timeout, two_hosts));
+  }
+  std::vector<Fate> fates(kDyingRanks);
+  for (int left = kDyingRanks; left > 0; --left) {
+    if (left == 1 && failing.signal == SIGSTOP) ::kill(pids[failing.rank], SIGCONT);
+    int status = 0;
+    const pid_t pid = ::waitpid(-1, &status, 0);
+    const auto rank = std::find(pids.begin(), pids.end(), pid) - pids.begin();
+    fates.at(rank).status = status;
+    fates[rank].ended = Clock::now();
+  }
+  for (int rank = 0; rank < kDyingRanks; ++rank) {
+    const RankFiles files(folder, rank);
+    fates[rank].outcome = text_of(files.outcome);
+    std::istringstream reached(text_of(files.reached));
+    int count = 0;
+    for (std::string name; reached >> count && std::getline(reached >> std::ws, name);) {
+      fates[rank].reached[name] = count;
+    }
+  }
+  return fates;
+}
+
+Body training(const Way& way, const std::string& directory) {
+  return [way, directory](const ProcessGroupPtr& group) {
+    TrainingRun run(way, group, directory);
+    run.train();
+    return run.digest();
+  };
+}
+
+// A run in which nobody dies.
+struct Reference {
+  std::string outcome;
+  std::map<std::string, int> reached[kDyingRanks];
+};
+
+const Reference& reference_of(const Way& way) {
+  static std::map<std::string, Reference> known;
+  auto& reference = known[name_of(way)];
+  if (!reference.outcome.empty()) return reference;
+  const test::Folder folder;
+  const auto fates = run_dying({}, training(way, folder / "checkpoint"), way);
+  for (int rank = 0; rank < kDyingRanks; ++rank) {
+    EXPECT_EQ(fates[rank].status, 0);
+    EXPECT_EQ(fates[rank].outcome, fates[0].outcome) << name_of(way);
+    EXPECT_TRUE(fates[rank].outcome.starts_with("done ")) << fates[rank].outcome;
+    reference.reached[rank] = fates[rank].reached;
+  }
+  reference.outcome = fates[0].outcome;
+  return reference;
+}
+
+// Files of shared memory that have a name.
+std::vector<std::string> named_segments() {
+  std::vector<std::string> names;
+  for (const auto& name : test::names_in("/dev/shm")) {
+    if (name.find("shardstep") != std::string::npos) names.push_back(name);
+  }
+  return names;
+}
+
+struct Death {
+  Way way;
+  Failing failing;
+};
+
+std::string name_of(const Death& death) {
+  return c10::str(name_of(death.way), ": rank ", death.failing.rank, " at \"", death.failing.point,
+                  "\", time ", death.failing.occurrence);
+}
+
+void expect_survivors_raise(const Death& death, const std::vector<Fate>& fates) {
+  const int victim = death.failing.rank;
+  for (int rank = 0; rank < kDyingRanks; ++rank) {
+    if (rank == victim) continue;
+    const auto& [status, ended, outcome, reached] = fates[rank];
+    EXPECT_EQ(status, 0) << "rank " << rank;
+    EXPECT_LT(ended - fates[victim].ended, kPromised) << "rank " << rank;
+    // Who needed nothing more of it is done.
+    if (outcome == reference_of(death.way).outcome) continue;
+    EXPECT_TRUE(outcome.starts_with("error ")) << "rank " << rank << ": " << outcome;
+    // DDP's own collectives are torch's.
+    if (death.way.training == Training::kHooks && outcome.find("gloo") != std::string::npos)
+      continue;
+    // Who has died, or whom it waited for, if that rank has raised and left before.
+    const bool named = outcome.find("rank ") != std::string::npos;
+    EXPECT_TRUE(named) << "rank " << rank << ": " << outcome;
+    EXPECT_NE(outcome.find(c10::str("(rank ", rank, " of 3)")), std::string::npos) << outcome;
+  }
+}
+
+void expect_new_run_goes_on(const Way& way, const std::string& directory) {
+  for (const auto& fate : run_dying({}, training(way, directory), way)) {
+    EXPECT_EQ(fate.outcome, reference_of(way).outcome);
+  }
+  EXPECT_EQ(test::names_in(directory).size(), 1 + kDyingRanks);
+}
+
+void die(const Death& death) {
+  SCOPED_TRACE(name_of(death));
+  const test::Folder folder;
+  const auto directory = folder / "checkpoint";
+  const auto fates = run_dying(death.failing, training(death.way, directory), death.way);
+  const int status = fates[death.failing.rank].status;
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  expect_survivors_raise(death, fates);
+  EXPECT_EQ(named_segments(), std::vector<std::string>{});
+  expect_new_run_goes_on(death.way, directory);
+}
+
+// Each point x way x rank; the first time that it is reached and the last.
+std::vector<Death> all_deaths() {
+  std::vector<Death> deaths;
+  for (const auto& way : all_trainings()) {
+    const auto& reference = reference_of(way);
+    for (int rank = 0; rank < kDyingRanks; ++rank) {
+      for (const auto& [point, count] : reference.reached[rank]) {
+        deaths.push_back({way, {rank, point, 1}});
+        if (count > 1) deaths.push_back({way, {rank, point, count}});
+      }
+    }
+  }
+  return deaths;
+}
+
+TEST(Death, EveryPointIsReached) {
+  std::set<std::string> reached;
+  for (const auto& way : all_trainings()) {
+    for (const auto& points : reference_of(way).reached) {
+      for (const auto& [name, count] : points) reached.insert(name);
+    }
+  }
+  const auto points = detail::failure_points();
+  EXPECT_GE(points.size(), 30u);
+  EXPECT_EQ(std::vector<std::string>(reached.begin(), reached.end()), points);
+}
+
+TEST(Death, AtEachPointTheOthersRaiseAndANewRunGoesOn) {
+  const auto deaths = all_deaths();
+  int killed = 0;
+  // SHARDSTEP_DEATHS="stage 2, native: rank 0" chooses those whose name contains that.
+  const char* const chosen = std::getenv("SHARDSTEP_DEATHS");
+  for (const auto& death : chosen ? deaths : test::sample(deaths, 3)) {
+    if (chosen && name_of(death).find(chosen) == std::string::npos) continue;
+    die(death);
+    ++killed;
+  }
+  std::printf("killed at %d of %zu points x exchanges x ranks\n", killed, deaths.size());
+}
+
+const std::vector<ExchangeKind> kExchanges{ExchangeKind::kSharedMemory, ExchangeKind::kPairwise,
+                                           ExchangeKind::kNative, ExchangeKind::kHierarchical};
+
+void stop_for_longer_than_the_timeout(ExchangeKind exchange) {
+  const Way way{Training::kStage2, exchange};
+  SCOPED_TRACE(name_of(way));
+  const test::Folder folder;
+  const auto directory = folder / "checkpoint";
+  const Failing failing{1, "step: updated", 2, SIGSTOP};
+  const auto fates = run_dying(failing, training(way, directory), way, std::chrono::seconds(2));
+  for (int rank = 0; rank < kDyingRanks; ++rank) {
+    EXPECT_EQ(fates[rank].status, 0) << "rank " << rank;
+    EXPECT_TRUE(fates[rank].outcome.starts_with("error ")) << fates[rank].outcome;
+    EXPECT_NE(fates[rank].outcome.find(c10::str("(rank ", rank, " of 3)")), std::string::npos)
+        << fates[rank].outcome;
+  }
+  if (exchange != ExchangeKind::kNative) {  // Gloo's collectives do not say for whom they wait
+    EXPECT_NE((fates[0].outcome + fates[2].outcome).find("rank 1"), std::string::npos);
+  }
+  expect_new_run_goes_on(way, directory);
+}
+
+void leave_by_an_exception(ExchangeKind exchange) {
+  const Way way{Training::kStage2, exchange};
+  SCOPED_TRACE(name_of(way));
+  const test::Folder folder;
+  const auto directory = folder / "checkpoint";
+  const auto fates = run_dying(
+      {},
+      [&](const ProcessGroupPtr& group) {
+        TrainingRun run(way, group, directory);
+        run.train([&](int step) {
+          if (step == 2 && group->getRank() == 1) throw std::runtime_error("no more data");
+        });
+        return run.digest();
+      },
+      way);
+  EXPECT_EQ(fates[1].outcome, "error no more data");
+  for (int rank : {0, 2}) {
+    EXPECT_TRUE(fates[rank].outcome.starts_with("error ")) << fates[rank].outcome;
+    EXPECT_LT(fates[rank].ended - fates[1].ended, kPromised);
+    EXPECT_NE(fates[rank].outcome.find(c10::str("(rank ", rank, " of 3)")), std::string::npos)
+        << fates[rank].outcome;
+  }
+  expect_new_run_goes_on(way, directory);
+}
+
+TEST(Death, ARankThatIsStoppedForLongerThanTheTimeoutIsAnErrorOnAll) {
+  for (auto exchange : test::sample(kExchanges, 1)) stop_for_longer_than_the_timeout(exchange);
+}
+
+TEST(Death, ARankThatLeavesByAnExceptionIsAnErrorOnTheOthers) {
+  for (auto exchange : kExchanges) leave_by_an_exception(exchange);
+}
+
+}  // namespace
+}  // namespace shardstep

@@ -1,0 +1,210 @@
+"""Stage 2: ranks that make different backward passes, forget them, or look at them at other times
+than others. They end with the plain result, or with one error on every rank."""
+
+import datetime
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import on_ranks
+from ranks import run_ranks
+from shardstep import ZeroRedundancyOptimizer
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+REFUSED = "shardstep: expected the same synchronized backward passes and zero_grad"
+
+exchanges = pytest.mark.parametrize("exchange", ["shared_memory", "pairwise", "native"])
+# On native all ranks must make the same calls in one order, as with c10d's own collectives.
+unordered = pytest.mark.parametrize("exchange", ["shared_memory", "pairwise"])
+
+
+class Vectors(nn.Module):
+    """The gradient of a batch x is x, in both parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(40, dtype=torch.float64))
+        self.second = nn.Parameter(torch.zeros(24, dtype=torch.float64))
+
+    def backward(self, value: float) -> None:
+        (value * (self.first.sum() + self.second.sum())).backward()
+
+    def check(self, value: float) -> None:
+        for parameter in self.parameters():
+            torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, value))
+
+
+def trained(exchange: str) -> tuple[Vectors, ZeroRedundancyOptimizer, bool]:
+    """A model, an optimizer that adds the gradient, and whether this is rank 0."""
+    net = Vectors()
+    options = {"stage": 2, "sharding": "element", "exchange": exchange, "bucket_cap_mb": 1e-4}
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **options, lr=1.0)
+    zero.param_groups[0]["lr"] = -1.0  # which a constructor refuses
+    return net, zero, dist.get_rank() == 0
+
+
+@unordered
+@on_ranks(2, timeout=20)
+def test_gradients_that_met_forgotten_ones_are_refused_everywhere(exchange):
+    net, zero, is_first = trained(exchange)
+    if is_first:  # the other's forward has thrown
+        net.backward(7.0)
+    zero.zero_grad()
+    net.backward(2.0)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        zero.step()
+    zero.zero_grad()
+    net.backward(2.0)
+    zero.step()
+    net.check(2.0)
+
+
+@unordered
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2, timeout=20)
+def test_a_rank_without_a_batch_follows_zero_grad(exchange, set_to_none):
+    net, zero, is_first = trained(exchange)
+    if is_first:
+        net.backward(7.0)
+    zero.zero_grad(set_to_none)
+    if is_first:
+        net.backward(2.0)
+    zero.step()
+    net.check(1.0)
+
+
+@unordered
+@on_ranks(2, timeout=20)
+def test_a_rank_with_fewer_passes_counts_as_zero(exchange):
+    net, zero, is_first = trained(exchange)
+    net.backward(2.0)
+    if is_first:
+        net.backward(4.0)
+    zero.step()
+    net.check(4.0)
+
+
+@exchanges
+@on_ranks(2, timeout=20)
+def test_a_rank_that_only_steps_adds_nothing_old(exchange):
+    net, zero, is_first = trained(exchange)
+    net.backward(2.0)
+    zero.step()
+    if is_first:
+        zero.zero_grad()
+        net.backward(4.0)
+    zero.step()
+    net.check(4.0)
+
+
+@exchanges
+@on_ranks(2, timeout=20)
+def test_reading_param_groups_brings_no_gradient_back(exchange):
+    net, zero, _ = trained(exchange)
+    for _ in range(2):
+        net.zero_grad()
+        assert zero.param_groups[0]["lr"] == -1.0  # as schedulers do
+        net.backward(2.0)
+        zero.step()
+    net.check(4.0)
+
+
+@exchanges
+@on_ranks(2, timeout=20)
+def test_reading_param_groups_shows_no_gradient_of_a_frozen_parameter(exchange):
+    net, zero, is_first = trained(exchange)
+    net.first.requires_grad_(False)
+    if is_first:
+        assert zero.param_groups[0]["lr"] == -1.0
+    (2.0 * net.second.sum()).backward()
+    zero.step()
+    assert net.first.grad is None
+    torch.testing.assert_close(net.second.detach(), torch.full_like(net.second, 2.0))
+
+
+@exchanges
+@on_ranks(2, timeout=20)
+def test_a_rank_without_a_batch_clips_in_the_first_step(exchange):
+    net, zero, is_first = trained(exchange)
+    if is_first:
+        net.backward(4.0)
+    clip_grad_value_([p for group in zero.param_groups for p in group["params"]], 1.0)
+    zero.step()
+    net.check(1.0)
+
+
+@unordered
+@on_ranks(2, timeout=20)
+def test_looking_back_while_another_rank_went_on_is_refused_everywhere(exchange):
+    net, zero, is_first = trained(exchange)
+    net.backward(2.0)
+    zero.clip_grad_norm_(1e6)
+    zero.step()
+    if is_first:
+        net.backward(4.0)
+    # The other rank cannot be told from one that looks at the gradients of its last step.
+    with pytest.raises(RuntimeError, match=REFUSED):
+        clip_grad_norm_(net.parameters(), 1e6)
+    zero.zero_grad()
+    net.backward(1.0)
+    zero.step()
+    net.check(3.0)
+
+
+@unordered
+@on_ranks(2, timeout=20)
+def test_state_is_gathered_while_gradients_travel(exchange):
+    net, zero, is_first = trained(exchange)
+    zero.param_groups[0]["momentum"] = 0.5
+    net.backward(2.0)
+    zero.step()
+    zero.zero_grad()
+    if is_first:
+        net.backward(4.0)
+    state = zero.consolidate_state_dict(1)
+    if not is_first:
+        torch.testing.assert_close(
+            state["state"][0]["momentum_buffer"], torch.full((40,), 2.0, dtype=torch.float64)
+        )
+    zero.step()
+    net.check(5.0)
+
+
+@exchanges
+@on_ranks(2, timeout=20)
+def test_join_with_gradients_left_over(exchange):
+    net, zero, is_first = trained(exchange)
+    if exchange != "native":  # where a rank that has joined would be a collective behind
+        net.backward(9.0)
+        zero.clip_grad_norm_(1e6)  # nobody steps with these
+    with Join([zero]):
+        for value in (2.0, 4.0) if is_first else ():
+            zero.zero_grad()
+            net.backward(value)
+            zero.step()
+    net.check(3.0)
+
+
+def abandons_a_pass(exchange):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    parameter = torch.nn.Parameter(torch.ones(3))
+    zero = ZeroRedundancyOptimizer(
+        [parameter], torch.optim.SGD, lr=1.0, stage=2, exchange=exchange, process_group=group
+    )
+    if dist.get_rank() == 0:
+        parameter.sum().backward()
+    del zero, parameter
+    gc.collect()
+    time.sleep(1.5)  # beyond the group's timeout, which a forgotten wait would reach
+    ones = torch.ones(3)
+    dist.all_reduce(ones, group=group)
+    assert torch.equal(ones, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory"])
+def test_an_optimizer_that_is_dropped_after_a_pass_leaves_the_group_usable(exchange):
+    run_ranks(2, abandons_a_pass, exchange)

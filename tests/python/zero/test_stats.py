@@ -1,0 +1,132 @@
+"""What users see of a step: the profiler's events, stats() and log lines."""
+
+import logging
+
+import pytest
+import torch
+from helpers import ours
+from implementation import ZeroRedundancyOptimizer
+from ranks import run_ranks
+from torch import nn
+
+pytestmark = ours
+
+ELEMENTS = 64 * 64 + 64
+
+
+def make(**options):
+    module = nn.Linear(64, 64)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), torch.optim.Adam, sharding="element", lr=0.1, **options
+    )
+    return module, zero
+
+
+def iterate(module, zero) -> None:
+    zero.zero_grad()
+    module(torch.ones(2, 64)).square().mean().backward()
+    zero.step()
+
+
+def stage2_stats() -> None:
+    module, zero = make(stage=2)
+    for _ in range(3):
+        iterate(module, zero)
+    stats = zero.stats()
+    calls = {name: phase["calls"] for name, phase in stats["phases"].items()}
+    assert calls == {"post": 3, "reduce": 3, "compare": 3, "update": 3, "gather": 3, "arrive": 0}
+    assert all(phase["seconds"] > 0 for phase in stats["phases"].values() if phase["calls"])
+    total = sum(phase["seconds"] for phase in stats["phases"].values())
+    assert stats["seconds_waiting"] + stats["seconds_computing"] == pytest.approx(total)
+    assert stats["exchange"] == "shared_memory"
+    assert stats["buckets"] == 1
+    assert stats["gradient_bytes"] == 4 * ELEMENTS / 2
+    assert stats["state_bytes"] == pytest.approx(8 * ELEMENTS / 2, abs=64)
+    assert stats["bytes_sent"] == 0  # nothing leaves the host
+    zero.reset_stats()
+    assert zero.stats()["bytes_sent"] == 0
+    assert zero.stats()["seconds_waiting"] == 0
+    iterate(module, zero)
+    assert zero.stats()["phases"]["update"]["calls"] == 1
+
+
+def test_stats_of_stage_2():
+    run_ranks(2, stage2_stats)
+
+
+def overlapping() -> None:
+    module = nn.Linear(64, 64)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(),
+        torch.optim.Adam,
+        stage=2,
+        sharding="element",
+        module=module,
+        overlap_forward=True,
+        lr=0.1,
+    )
+    for _ in range(2):
+        iterate(module, zero)
+    zero.wait()
+    assert zero.stats()["phases"]["arrive"]["calls"] >= 2
+    module, pairwise = make(stage=2, exchange="pairwise")
+    for _ in range(3):
+        iterate(module, pairwise)
+    half = 4 * ELEMENTS / 2
+    assert 3 * 2 * half <= pairwise.stats()["bytes_sent"] <= 1.1 * 3 * 2 * half
+    pairwise.reset_stats()
+    assert pairwise.stats()["bytes_sent"] == 0
+    flat = ZeroRedundancyOptimizer(
+        [nn.Parameter(torch.ones(100))], torch.optim.SGD, lr=1, parameters_as_bucket_view=True
+    )
+    assert flat.stats()["flat_parameter_bytes"] == 400
+
+
+def test_stats_of_other_options():
+    run_ranks(2, overlapping)
+
+
+def profiled() -> set[str]:
+    module, zero = make(stage=2)
+    with torch.profiler.profile() as profile:
+        iterate(module, zero)
+    return {event.key for event in profile.key_averages()}
+
+
+def test_the_profiler_shows_each_phase():
+    for seen in run_ranks(2, profiled):
+        phases = ("post", "reduce", "compare", "update", "gather")
+        assert {f"shardstep::{phase}" for phase in phases} <= seen
+
+
+def logged() -> list[str]:
+    lines = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logger = logging.getLogger("shardstep")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(keep := Keep())
+    module, zero = make(stage=2)
+    handle = zero.log_stats(every=2)
+    for _ in range(5):
+        iterate(module, zero)
+    handle.remove()
+    for _ in range(2):
+        iterate(module, zero)
+    logger.removeHandler(keep)
+    with pytest.raises(ValueError, match="expected a line per 1 step or more, got 0"):
+        zero.log_stats(every=0)
+    return lines
+
+
+def test_a_line_per_n_steps():
+    for rank, lines in enumerate(run_ranks(2, logged)):
+        assert [line.split(" ms")[0].rpartition(":")[0] for line in lines] == [
+            f"rank {rank} of 2: step 2",
+            f"rank {rank} of 2: step 4",
+        ]
+        for word in ("update", "gather", "by shared_memory", "state"):
+            assert word in lines[0]

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Makes .venv-clients, which has the trainers of requirements/clients.txt and sees the rest in .venv.
+# Exits with 3 if they cannot be downloaded.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[[ .venv-clients/ready -nt requirements/clients.txt ]] && exit
+
+echo "setup: installing requirements/clients.txt into .venv-clients"
+rm -rf .venv-clients
+.venv/bin/python -m venv .venv-clients
+folder=$(.venv-clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+ours=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "$ours" > "$folder/shardstep-venv.pth"
+torch=$(.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))')
+.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+  --constraint <(echo "$torch") -r requirements/clients.txt || {
+    rm -rf .venv-clients
+    exit 3
+  }
+touch .venv-clients/ready
