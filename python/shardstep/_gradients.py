@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.distributed.algorithms.join import Join
 
+from shardstep import _gradient_answers, _gradient_changes  # noqa: F401  (they register)
 from shardstep._C import ShardedGradients
 from shardstep._param_groups import ParamGroup
 from shardstep._sharded_gradient import ShardedGradient

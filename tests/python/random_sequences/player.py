@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,10 +63,12 @@ class Player:
         self.exact = setup.mode == "handed" or self.world_size <= 2 or ordered
 
     def _make_optimizer(self) -> None:
+        if self.setup.exchange == "hierarchical":
+            os.environ["SHARDSTEP_TEST_HOSTS"] = programs.HOSTS[self.world_size]
         setup, late = self.setup, self.beside.late
         options = {"sharding": self.sharding, "exchange": setup.exchange}
         if setup.mode == "stage2":
-            sharing = setup.share_parameters and setup.exchange in ("auto", "shared_memory")
+            sharing = setup.share_parameters and setup.exchange not in ("native", "pairwise")
             options |= {
                 "stage": 2,
                 "share_parameters": sharing,

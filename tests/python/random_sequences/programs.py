@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 MOST_RANKS = 3
 EXPERTS = 2
 ALL_EXPERTS = EXPERTS
+# Where the ranks are if the exchange is hierarchical: sums per host, then over hosts, are then
+# taken in the order of ranks, as the reference's are.
+HOSTS = {1: "a", 2: "a,b", 3: "a,a,b"}
 FREEZABLE = ("first", "experts.0", "experts.1", "last.bias", "late")
 
 
@@ -212,7 +215,7 @@ def setups(mode: str):
         optimizer=st.sampled_from(["Adam", "AdamW", "SGD"]),
         dtype=st.sampled_from([torch.float32, torch.float64]),
         sharding=st.sampled_from(["parameter", "element"]),
-        exchange=st.sampled_from(["auto", "native", "pairwise", "shared_memory"]),
+        exchange=st.sampled_from(["auto", "native", "pairwise", "shared_memory", "hierarchical"]),
         bucket_cap_mb=st.sampled_from([None, 0, 1e-4]),
         flat=st.booleans(),
         groups=st.integers(1, 2),

@@ -1,9 +1,13 @@
 """The plain optimizer under DDP's semantics, in one process: each rank's gradients are computed
 from that rank's batch, and averaged over the ranks in their order."""
 
+import functools
+import itertools
+from collections.abc import Iterable
+
 import device as devices
 import torch
-from programs import ALL_EXPERTS, EXPERTS, Backward, Setup
+from programs import ALL_EXPERTS, EXPERTS, HOSTS, Backward, Setup
 from torch import nn
 
 OPTIMIZERS = {
@@ -80,6 +84,10 @@ def make_scaler(setup: Setup) -> torch.amp.GradScaler:
     return scaler
 
 
+def add_up(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, terms)
+
+
 class Reference:
     """One model, one optimizer, and what each rank would have accumulated without communication."""
 
@@ -114,16 +122,29 @@ class Reference:
 
     def _average(self) -> None:
         for parameter in self.net.parameters():
-            terms = [sums.pop(parameter) for sums in self.unsynced if parameter in sums]
-            if not terms:
-                continue
-            if self.setup.mode == "stage2" and self.setup.gradient_dtype and self.world_size > 1:
-                terms = [term.to(self.setup.gradient_dtype).to(term.dtype) for term in terms]
-            total = terms[0]
-            for term in terms[1:]:
-                total = total + term
-            mean = total / self.world_size
-            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+            terms = [
+                (rank, sums.pop(parameter))
+                for rank, sums in enumerate(self.unsynced)
+                if parameter in sums
+            ]
+            if terms:
+                mean = self._sum(terms) / self.world_size
+                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+
+    def _sum(self, terms: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Of some ranks' gradients, rounded where they travel: also a host's sum does."""
+        if self.setup.exchange != "hierarchical":
+            return add_up(self._as_sent(term) for _, term in terms)
+        hosts = HOSTS[self.world_size].split(",")
+        sums = [
+            add_up(self._as_sent(term) for _, term in some)
+            for _, some in itertools.groupby(terms, key=lambda one: hosts[one[0]])
+        ]
+        return add_up(map(self._as_sent, sums))
+
+    def _as_sent(self, term: torch.Tensor) -> torch.Tensor:
+        narrow = self.setup.gradient_dtype if self.setup.mode == "stage2" else None
+        return term if narrow is None or self.world_size == 1 else term.to(narrow).to(term.dtype)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.optimizer.zero_grad(set_to_none)

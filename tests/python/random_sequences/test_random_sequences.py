@@ -20,7 +20,7 @@ from ranks import RankError, run_ranks
 # For each number of ranks. SHARDSTEP_SEQUENCES is for long searches.
 SEQUENCES = {"handed": 20, "ddp": 25, "stage2": 35}
 IN_A_FULL_RUN = int(os.environ.get("SHARDSTEP_SEQUENCES") or 250)
-LIMIT = 20  # seconds per sequence
+LIMIT = 60  # seconds per sequence, also on a machine that is busy
 SHRINKING = 300 if FULL else 60  # seconds
 
 
