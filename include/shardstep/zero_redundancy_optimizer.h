@@ -284,6 +284,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   at::Tensor step_members(const LossClosure& closure);
   bool is_known_elementwise_group(size_t group) const;
   void adopt_new_groups(std::exception_ptr error);
+  void forget_groups_from(size_t known);
   std::vector<ParamGradient> by_index(const ParamsAndGradients& gradients) const;
   // Once in a step: ranks that have joined make their share of it from here on.
   void announce();

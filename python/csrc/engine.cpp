@@ -111,14 +111,17 @@ void add_groups(
     ShardEngine& engine,
     const std::vector<std::tuple<std::vector<at::Tensor>, std::string, std::vector<std::string>,
                                  std::vector<double>, int64_t, std::string>>& groups,
-    const std::optional<std::string>& error) {
+    const std::optional<std::string>& error,
+    const std::function<std::optional<std::string>()>& use) {
   std::vector<EngineGroup> engine_groups;
   for (const auto& [params, description, names, costs, cost_pool, sharding] : groups) {
     engine_groups.push_back(
         {params, description, names, costs, cost_pool, sharding_named(sharding)});
   }
   engine.add_groups(engine_groups,
-                    error ? std::make_exception_ptr(std::runtime_error(*error)) : nullptr);
+                    error ? std::make_exception_ptr(std::runtime_error(*error)) : nullptr, [&use] {
+                      if (const auto failure = use()) throw std::runtime_error(*failure);
+                    });
 }
 
 // Parameters as (elements, bytes of an element, kind). Returns what each rank owns, as (parameter,
@@ -302,7 +305,7 @@ void bind_engine(py::module_& module) {
            py::arg("share_parameters") = false, py::arg("overlap_forward") = false,
            py::arg("gradient_dtype") = py::none(), py::arg("master_dtype") = py::none())
       .def("add_groups", wrap_pybind_function_no_gil(add_groups), py::arg("groups"),
-           py::arg("error") = py::none())
+           py::arg("error"), py::arg("use"))
       .def("lend_gradients", wrap_pybind_function_no_gil([](ShardEngine& engine, bool has) {
              lend_gradients(engine, has);
            }))

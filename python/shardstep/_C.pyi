@@ -77,7 +77,8 @@ class ShardEngine:
     def add_groups(
         self,
         groups: list[tuple[list[torch.Tensor], str, list[str], list[float], int, str]],
-        error: str | None = None,
+        error: str | None,
+        use: Callable[[], str | None],
     ) -> None: ...
     def lend_gradients(self, has_gradients: bool) -> None: ...
     def before_step(self) -> None: ...

@@ -125,6 +125,23 @@ def members_of(optimizer: Optimizer) -> list[Optimizer]:
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
+def keep_groups(optimizer: Optimizer) -> Callable[[], None]:
+    """Returns a function that removes groups and members that are added later."""
+    members = list(members_of(optimizer))
+    before = [(member, member.state, len(member.param_groups)) for member in members]
+    of_group = list(optimizer._of_group) if isinstance(optimizer, SeveralOptimizers) else []
+
+    def restore() -> None:
+        for member, state, count in before:
+            member.state = state
+            del member.param_groups[count:]
+        if isinstance(optimizer, SeveralOptimizers):
+            optimizer.members, optimizer._of_group = members, of_group
+            optimizer._collect()
+
+    return restore
+
+
 def keep(optimizer: Optimizer) -> Callable[[], None]:
     """Returns a function that undoes later changes of groups and state as a whole."""
     if isinstance(optimizer, SeveralOptimizers):

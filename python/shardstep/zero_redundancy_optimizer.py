@@ -39,7 +39,7 @@ from shardstep._overlap_info import _OverlapInfo
 from shardstep._overlap_info import _OverlapStatus as _OverlapStatus
 from shardstep._overlap_with_ddp import OverlapWithDDP
 from shardstep._param_groups import ParamGroup, describe, parse_param_group, parse_param_groups
-from shardstep._several_optimizers import SeveralOptimizers, members_of
+from shardstep._several_optimizers import SeveralOptimizers, keep_groups, members_of
 from shardstep._sharded_state_dict import ShardedStateDictMethods
 from shardstep._state_dict import StateDictMethods
 from shardstep._stats import StatsMethods
@@ -217,14 +217,6 @@ class ZeroRedundancyOptimizer(
         self.engine.set_announce(lambda: announce(this))
         self._checkpointer = Checkpointer(self.engine)
         weakref.finalize(self, finish, self._checkpointer)  # also when the interpreter ends
-        # It may refuse a parameter that only one rank owns.
-        tell = telling_every_rank(self._checkpointer.share, self._where())
-        with tell, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*duplicate parameters")  # already warned above
-            self._make_local_optimizers(0)
-        for member in members_of(self.optim):
-            if isinstance(member, torch.optim.LBFGS):
-                refuse_lbfgs(type(member))
         self.defaults = dict(self.optim.defaults)
         self._pull_options()
         self.state = self.optim.state
@@ -277,7 +269,6 @@ class ZeroRedundancyOptimizer(
             settings.check()
             self._settings.append(settings)
             self._add_group(group, settings)
-        self._make_local_optimizers(known)
         self._pull_options()
 
     def _add_group(self, group: ParamGroup, settings: GroupSettings) -> None:
@@ -333,6 +324,7 @@ class ZeroRedundancyOptimizer(
 
     def _adopt_groups(self, known: int, error: str | None) -> None:
         """Adds the groups from `known` on to the engine; if a rank fails, removes all of them."""
+        forget = self._forget_later_groups(known)
         new = self.param_groups[known:]
         of_module = describe_module(self._module) if known == 0 else ""
         groups = []
@@ -347,13 +339,32 @@ class ZeroRedundancyOptimizer(
                 groups.append((params, described, names, costs, pool, settings.sharding))
         except Exception as caught:
             error = error or f"{type(caught).__name__}: {caught}"
+        refusal: Exception | None = None
+
+        def use() -> str | None:
+            nonlocal refusal
+            try:
+                self._use_groups(known)
+            except Exception as caught:
+                refusal = caught
+                return f"{type(caught).__name__}: {caught}"
+            return None
+
         try:
-            self.engine.add_groups(groups, error)
+            self.engine.add_groups(groups, error, use)
         except Exception:
-            del self.param_groups[known:]
-            del self._settings[known:]
+            forget()
+            if refusal is not None:
+                raise refusal from None
             raise
-        for number, group in enumerate(new, known):
+        self._make_stand_ins()
+
+    def _use_groups(self, known: int) -> None:
+        """Makes local optimizers of groups that the engine has divided.
+
+        An optimizer may refuse a parameter that only one rank owns.
+        """
+        for number, group in enumerate(self.param_groups[known:], known):
             for param in group["params"]:
                 if param not in self._index_of:
                     self._index_of[param] = len(self._index_of)
@@ -362,7 +373,34 @@ class ZeroRedundancyOptimizer(
             times = Counter(self._index_of[param] for param in group["params"])
             local = self.engine.local_params(number)
             self._local_by_group.append([own for own in local for _ in range(times[own.index])])
-        self._make_stand_ins()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*duplicate parameters")  # our groups have warned
+            self._make_local_optimizers(known)
+        for member in members_of(self.optim):
+            if isinstance(member, torch.optim.LBFGS):
+                refuse_lbfgs(type(member))
+
+    def _forget_later_groups(self, known: int) -> Callable[[], None]:
+        """Returns a function that takes back what has been made of groups from `known` on."""
+        known_params, known_pools = len(self._index_of), len(self._cost_pools)
+        optim = getattr(self, "optim", None)
+        members = list(self._members)
+        restore = None if optim is None else keep_groups(optim)
+
+        def forget() -> None:
+            for groups in (self.param_groups, self._settings, self._local_by_group):
+                del groups[known:]
+            for param in list(self._index_of)[known_params:]:
+                del self._index_of[param]
+            del self._group_of[known_params:]
+            del self._cost_pools[known_pools:]
+            self._members = members
+            if optim is not None and restore is not None:
+                restore()
+                self.optim = optim
+                self.state = optim.state
+
+        return forget
 
     def _local_groups(self, known: int) -> list[ParamGroup]:
         return [

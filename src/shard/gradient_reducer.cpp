@@ -129,11 +129,7 @@ GradientReducer::GradientReducer(Exchange& exchange, int rank, int world_size,
 
 GradientReducer::~GradientReducer() {
   for (auto& bucket : buckets_) {
-    for (auto& param : bucket->params) {
-      unwatch(param);
-      auto& gradient = param.reduced.param.mutable_grad();
-      if (gradient.is_same(param.stand_in)) gradient.reset();
-    }
+    for (auto& param : bucket->params) unwatch(param);
   }
 }
 
@@ -203,6 +199,8 @@ void GradientReducer::watch(Watched& param) {
 }
 
 void GradientReducer::unwatch(Watched& param) {
+  auto& gradient = param.reduced.param.mutable_grad();
+  if (gradient.is_same(param.stand_in)) gradient.reset();
   if (!param.accumulator) return;
   param.accumulator->del_post_hook(param.hook);
   std::erase_if(param.accumulator->pre_hooks(),

@@ -157,7 +157,7 @@ std::vector<std::string> ShardEngine::describe_groups(
 }
 
 void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
-                             const std::exception_ptr& error) {
+                             const std::exception_ptr& error, const std::function<void()>& use) {
   auto failure = error;
   std::vector<std::string> lines;
   try {
@@ -171,6 +171,7 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
   const Partition before = partition_;
   try {
     adopt(groups, channel);
+    if (use) use();
   } catch (...) {
     failure = std::current_exception();
   }

@@ -66,9 +66,10 @@ class SHARDSTEP_API ShardEngine {
   ShardEngine(ProcessGroupPtr group, EngineOptions options);
 
   // Adds param groups. `error` is what kept the caller from making them, if anything: it is thrown
-  // here, after the other ranks have been told. If this throws, nothing changes. Collective.
-  void add_groups(const std::vector<EngineGroup>& groups,
-                  const std::exception_ptr& error = nullptr);
+  // here, after the other ranks have been told. `use` is called with the groups in place; if it
+  // throws on a rank, that is an error on all of them. If this throws, nothing changes. Collective.
+  void add_groups(const std::vector<EngineGroup>& groups, const std::exception_ptr& error = nullptr,
+                  const std::function<void()>& use = {});
 
   size_t group_count() const { return partition_.group_count(); }
   // What this rank owns of a group.

@@ -207,21 +207,36 @@ void ZeroRedundancyOptimizer::adopt_new_groups(std::exception_ptr error) {
         error = std::current_exception();
       }
     }
-    engine_->add_groups(groups, error);
-  } catch (...) {
-    const auto keep = [&](auto& items) {
-      if (items.size() > known) {
-        items.erase(items.begin() + static_cast<std::ptrdiff_t>(known), items.end());
+    engine_->add_groups(groups, error, [&] {
+      for (int64_t i = static_cast<int64_t>(index_of_.size()); i < engine_->param_count(); ++i) {
+        index_of_.emplace(engine_->param(i).unsafeGetTensorImpl(), i);
       }
-    };
-    keep(param_groups_);
-    keep(places_);
+      make_local_groups(known);
+    });
+  } catch (...) {
+    forget_groups_from(known);
     throw;
   }
-  for (int64_t i = static_cast<int64_t>(index_of_.size()); i < engine_->param_count(); ++i) {
-    index_of_.emplace(engine_->param(i).unsafeGetTensorImpl(), i);
+}
+
+// Takes back what was made of groups that the engine does not have.
+void ZeroRedundancyOptimizer::forget_groups_from(size_t known) {
+  const auto shorten = [](auto& items, size_t size) {
+    if (items.size() > size) {
+      items.erase(items.begin() + static_cast<std::ptrdiff_t>(size), items.end());
+    }
+  };
+  shorten(param_groups_, known);
+  shorten(places_, known);
+  std::vector<size_t> groups(members_.size());
+  for (const auto& place : places_) ++groups[place.member];
+  for (size_t m = 0; m < members_.size(); ++m) {
+    if (groups[m] == 0) members_[m].optim.reset();
+    if (members_[m].optim) shorten(members_[m].optim->param_groups(), groups[m]);
   }
-  make_local_groups(known);
+  while (members_.size() > 1 && groups[members_.size() - 1] == 0) members_.pop_back();
+  std::erase_if(index_of_,
+                [&](const auto& entry) { return entry.second >= engine_->param_count(); });
 }
 
 EngineGroup ZeroRedundancyOptimizer::describe_group(size_t g) {

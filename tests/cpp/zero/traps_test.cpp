@@ -639,6 +639,24 @@ TEST(AddParamGroup, ThatFailsAddsNothingAndCanBeTriedAgain) {
       std::chrono::seconds(60), std::chrono::seconds(20));
 }
 
+TEST(Construction, AnOptimizerThatCannotBeMadeOnOneRankIsAnErrorOnAll) {
+  run_ranks(2, [](const ProcessGroupPtr& group) {
+    const auto options = ZeroOptions().process_group(group);
+    auto local = local_optimizer(torch::optim::SGDOptions(1e-2));
+    const auto make = local.make;
+    local.make = [make, rank = group->getRank()](auto groups) {
+      TORCH_CHECK(rank != 1, "not on this rank");
+      return make(std::move(groups));
+    };
+    const auto message = error_of<std::exception>(
+        [&] { ZeroRedundancyOptimizer zero(make_params(), local, options); });
+    EXPECT_NE(message.find("not on this rank"), std::string::npos) << message;
+    const auto params = make_params();
+    ZeroRedundancyOptimizer zero(Tensors(params), torch::optim::SGDOptions(1e-2), options);
+    iterate(zero, params);
+  });
+}
+
 TEST(AddParamGroup, AParameterListedTwiceIsAWarning) {
   run_ranks(1, [&](const ProcessGroupPtr& group) {
     const auto params = make_params();

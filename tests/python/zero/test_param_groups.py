@@ -1,5 +1,7 @@
 """Several param groups: up front, added, and what each keeps of its own."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,3 +165,41 @@ def test_a_group_without_parameters(options):
     state = consolidated(twins.zero)
     if state is not None:
         assert_same(state, twins.plain.state_dict())
+
+
+class Picky(torch.optim.SGD):
+    """Refuses vectors, which only one rank owns."""
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        if any(param.dim() == 1 for param in self.param_groups[-1]["params"]):
+            raise ValueError("no vectors")
+
+
+@ours
+@pytest.mark.parametrize("options", [{}, {"stage": 2}], ids=["stage 1", "stage 2"])
+@pytest.mark.parametrize("own_class", [torch.optim.Muon, Picky, None])
+@on_ranks(2)
+def test_a_group_that_an_optimizer_refuses_on_one_rank_changes_nothing(own_class, options):
+    model, late = (torch.nn.Linear(4, 4) for _ in range(2))
+    plain_model, plain_late = copy.deepcopy(model), copy.deepcopy(late)
+    optimizer_class = Picky if own_class is None else torch.optim.SGD
+    zero = ZeroRedundancyOptimizer([model.weight], optimizer_class, **options, lr=0.1)
+    refused = {"params": [late.bias]}
+    if own_class is not None:
+        refused |= {"optimizer_class": own_class, "lr": 0.1}
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError), match=r"2D|no vectors"):
+            zero.add_param_group(dict(refused))
+        assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
+    zero.add_param_group({"params": [late.weight], "lr": 0.2})
+
+    plain = torch.optim.SGD([plain_model.weight], lr=0.1)
+    plain.add_param_group({"params": [plain_late.weight], "lr": 0.2})
+    for optimizer, net, more in ((zero, model, late), (plain, plain_model, plain_late)):
+        (net(torch.ones(2, 4)).sum() + more(torch.ones(2, 4)).square().sum()).backward()
+        optimizer.step()
+    assert_bitwise(
+        [model.weight, late.weight, late.bias],
+        [plain_model.weight, plain_late.weight, plain_late.bias],
+    )
