@@ -19,6 +19,7 @@ from helpers import (
 )
 from shardstep import ZeroRedundancyOptimizer
 from shardstep._C import Checkpoint, export_state_dict, import_state_dict
+from simple_optimizer import SimpleOptimizer
 from torch.utils._pytree import tree_map
 
 
@@ -64,65 +65,40 @@ class Quantized(torch.Tensor):
         raise NotImplementedError(f"{func} of a Quantized tensor")
 
 
-class EightBit(torch.optim.Optimizer):
+class EightBit(SimpleOptimizer):
     """Momentum kept in eight bits."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                old = state["momentum"].dequantize() if state else torch.zeros_like(p)
-                new = 0.9 * old + p.grad
-                state["momentum"] = Quantized.of(new)
-                p.sub_(group["lr"] * new)
+    def update(self, p, state, lr):
+        old = state[p]["momentum"].dequantize() if p in state else torch.zeros_like(p)
+        new = 0.9 * old + p.grad
+        state[p]["momentum"] = Quantized.of(new)
+        p.sub_(lr * new)
 
 
-class Factors(torch.optim.Optimizer):
+class Factors(SimpleOptimizer):
     """A list of matrices per parameter, as SOAP and Shampoo keep them, and a dict of tensors."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = 0
-                    state["factors"] = [torch.zeros(size, size) for size in p.shape] + [[]]
-                    state["means"] = {"first": torch.zeros_like(p), "count": 0}
-                state["step"] += 1
-                for axis, factor in enumerate(state["factors"][:-1]):
-                    rows = p.grad.movedim(axis, 0).flatten(1)
-                    factor += rows @ rows.T
-                state["means"]["first"].add_(p.grad)
-                state["means"]["count"] += 1
-                p.sub_(group["lr"] * state["means"]["first"])
+    def update(self, p, state, lr):
+        own = state[p]
+        if not own:
+            own["step"] = 0
+            own["factors"] = [torch.zeros(size, size) for size in p.shape] + [[]]
+            own["means"] = {"first": torch.zeros_like(p), "count": 0}
+        own["step"] += 1
+        for axis, factor in enumerate(own["factors"][:-1]):
+            rows = p.grad.movedim(axis, 0).flatten(1)
+            factor += rows @ rows.T
+        own["means"]["first"].add_(p.grad)
+        own["means"]["count"] += 1
+        p.sub_(lr * own["means"]["first"])
 
 
-class Hidden(torch.optim.Optimizer):
+class Hidden(SimpleOptimizer):
     """Says something else in state_dict() than what it keeps, as bitsandbytes' classes do."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["kept"] = state.get("kept", 0) + p.grad
-                    p.sub_(group["lr"] * state["kept"])
+    def update(self, p, state, lr):
+        state[p]["kept"] = state[p].get("kept", 0) + p.grad
+        p.sub_(lr * state[p]["kept"])
 
     def state_dict(self):
         packed = super().state_dict()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import Twins, make_parameters, on_ranks
 from shardstep import ZeroRedundancyOptimizer
+from simple_optimizer import SimpleOptimizer
 from torch import nn
 
 EVERY_KNOWN = [
@@ -14,33 +15,18 @@ EVERY_KNOWN = [
 ]
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(SimpleOptimizer):
     """Scales each update by the norm of its whole parameter."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    trust = p.norm() / p.grad.norm()
-                    p.sub_(group["lr"] * trust * p.grad)
+    def update(self, p, state, lr):
+        p.sub_(lr * p.norm() / p.grad.norm() * p.grad)
 
 
-class SignSGD(torch.optim.Optimizer):
+class SignSGD(SimpleOptimizer):
     """Element-wise, but not known to be."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad.sign())
+    def update(self, p, state, lr):
+        p.sub_(lr * p.grad.sign())
 
 
 class NormalizedSGD(torch.optim.SGD):
