@@ -43,10 +43,12 @@ else()
   endif()
 endif()
 
+# Only the layer with that file sees CUDA's headers.
 function(shardstep_use_nccl target)
   if(SHARDSTEP_NCCL_SOURCE STREQUAL process_group_nccl.cpp)
-    target_include_directories(${target} SYSTEM PRIVATE ${SHARDSTEP_NCCL_INCLUDE_DIRS})
-    target_compile_definitions(${target} PRIVATE USE_C10D_NCCL)
+    list(TRANSFORM SHARDSTEP_NCCL_INCLUDE_DIRS PREPEND -isystem OUTPUT_VARIABLE includes)
+    set_property(SOURCE ${CMAKE_CURRENT_BINARY_DIR}/units/${target}_launch.cpp APPEND PROPERTY
+      COMPILE_OPTIONS -DUSE_C10D_NCCL ${includes})
     target_link_libraries(${target} PRIVATE
       ${torch_cuda} ${SHARDSTEP_TORCH_PREFIX}/lib/libc10_cuda.so)
   endif()

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Builds and tests shardstep with several versions of torch, each in an environment of its own.
 
-For each version: a virtual environment, torch, the library and its tests, a wheel of the same
-build, then the C++ and the Python tests. Of two builds of one torch, next to each other in the
-list, each also loads the wheel that was built with the other. Prints one table. PyPI's builds of
-torch need CUDA's libraries, about 6 GB per environment: those of one minor version are removed
-before the next unless --keep is given; what --keep left is used again. `2.13.0` takes the CPU build
-where an index has one, `=2.13.0` PyPI's own. Logs are kept in the folder.
+For each version: a virtual environment, torch, `pip install .`, then the C++ tests, built with the
+same torch, and the Python tests. A CUDA toolkit is hidden from all that (which takes root's rights),
+and shown once: the library with NCCL is compiled, linked and loaded. Of two builds of one torch,
+next to each other in the list, each also loads the wheel that was built with the other. Prints one
+table. PyPI's builds of torch need CUDA's libraries, about 6 GB per environment: those of one minor
+version are removed before the next unless --keep is given; what --keep left is used again.
+`2.13.0` takes the CPU build where an index has one, `=2.13.0` PyPI's own. Logs are kept in the
+folder.
 """
 
 import argparse
@@ -24,53 +26,73 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ["2.12.1", "2.13.0", "=2.13.0", "2.14.1", "2.15.0"]
 
 
+# Runs a command in a mount namespace of its own, in which these folders are empty.
+HIDE = 'for folder in $HIDDEN; do mount -t tmpfs none "$folder" || exit 1; done; exec "$@"'
+
+
 class Failed(Exception):
     pass
+
+
+def hiding_toolkits() -> dict[str, object]:
+    """What a command starts with, and the variables it needs, so that it sees no CUDA toolkit."""
+    folders = [str(path) for path in Path("/usr/local").glob("cuda*") if not path.is_symlink()]
+    prefix = ["unshare", "--mount", "sh", "-c", HIDE, "sh"] if folders else []
+    hiding = {"prefix": prefix, "variables": {"HIDDEN": " ".join(folders), "CUDA_HOME": ""}}
+    if subprocess.run([*prefix, "true"], env={**os.environ, **hiding["variables"]}).returncode != 0:
+        raise SystemExit(f"expected to hide {' and '.join(folders)}, which takes root's rights")
+    return hiding
 
 
 @dataclasses.dataclass
 class Row:
     version: str
     torch: str = ""
-    nccl: str = ""
     built: str = ""
     cpp: str = ""
     python: str = ""
     other: str = ""
+    nccl: str = ""
     minutes: float = 0.0
 
     COLUMNS = (
         "torch",
         "build of torch",
-        "NCCL",
         "`pip install .`",
         "C++ tests",
         "Python tests",
         "wheel of the other build",
+        "NCCL",
     )
 
     def cells(self) -> tuple[str, ...]:
         version = self.version.lstrip("=")
-        return version, self.torch, self.nccl, self.built, self.cpp, self.python, self.other
+        return version, self.torch, self.built, self.cpp, self.python, self.other, self.nccl
 
 
 class Environment:
-    """A virtual environment with one version of torch, and a build folder."""
+    """A virtual environment with one version of torch, and build folders."""
 
     def __init__(self, folder: Path, row: Row, limit: float):
         self.row, self.limit = row, limit
         self.folder = folder / row.version.replace("=", "pypi-")
         self.bin, self.build = self.folder / "venv" / "bin", self.folder / "build"
         self.log = folder / f"{self.folder.name}.log"
+        self.hiding = hiding_toolkits()
 
-    def run(self, what: str, *command: object) -> str:
+    def run(self, what: str, *command: object, toolkit: bool = False) -> str:
         """What the command printed; raises Failed unless it succeeds."""
         print(f"torch {self.row.version}: {what} ...", file=sys.stderr, flush=True)
-        path = f"{self.bin}:{os.environ['PATH']}"
+        variables = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "SHARDSTEP_PYTHON": str(self.bin / "python"),
+            **({} if toolkit else self.hiding["variables"]),
+        }
         result = subprocess.run(
-            [str(word) for word in command],
+            [*([] if toolkit else self.hiding["prefix"]), *(str(word) for word in command)],
             cwd=ROOT,
-            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -83,47 +105,44 @@ class Environment:
             raise Failed(f"{what}: exit status {result.returncode}, see {self.log}")
         return result.stdout
 
-    def pip_install(self, what: str, *arguments: object) -> None:
-        pip = (self.bin / "python", "-m", "pip", "install", "--quiet", "--no-compile")
-        self.run(what, *pip, "--disable-pip-version-check", *arguments)
+    def pip(self, what: str, *arguments: object) -> None:
+        pip = (self.bin / "python", "-m", "pip", "--quiet", "--disable-pip-version-check")
+        self.run(what, *pip, *arguments)
 
     def prepare(self) -> None:
+        """All that needs the network, except what pip builds a wheel with."""
         self.log.unlink(missing_ok=True)
-        if not (self.folder / "constraint.txt").exists():
+        constraint = self.folder / "constraint.txt"
+        if not constraint.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
             self.run("making an environment", sys.executable, "-m", "venv", self.folder / "venv")
-        self.pip_install("installing torch", f"torch=={self.row.version}", "ninja")
+        torch = f"torch=={self.row.version}"
+        self.pip("installing torch", "install", "--no-compile", torch, "ninja")
         # The version in the metadata, without the "+cu132" that torch.__version__ may add.
         ask = "from importlib.metadata import version; import torch; "
         ask += "print(version('torch'), torch.version.cuda or 'CPU')"
         version, cuda = self.run("asking torch", self.bin / "python", "-c", ask).split()[-2:]
         self.row.torch = "CPU" if cuda == "CPU" else f"CUDA {cuda}"
         # What the tests need depends on torch too, and must not bring another one.
-        constraint = self.folder / "constraint.txt"
         constraint.write_text(f"torch==={version}\n")
         requirements = (ROOT / "requirements" / f"{part}.txt" for part in ("python", "test"))
         lists = [word for path in requirements for word in ("-r", path)]
-        self.pip_install("installing what the tests need", "-c", constraint, *lists)
+        said = "installing what the tests need"
+        self.pip(said, "install", "--no-compile", "-c", constraint, *lists)
 
-    def install(self, jobs: int) -> None:
-        configure = ("cmake", "-S", ROOT, "-B", self.build, "-G", "Ninja")
-        python = f"-DPython_EXECUTABLE={self.bin / 'python'}"
-        make = f"CMAKE_MAKE_PROGRAM={self.bin / 'ninja'}"
-        said = self.run("configuring", *configure, python, f"-D{make}")
-        self.row.nccl = "compiled" if re.search(r"shardstep: with NCCL", said) else "no"
-        self.run("building", self.bin / "ninja", "-C", self.build, "-j", jobs)
-        (self.build / ".skbuild-info.json").unlink(missing_ok=True)
-        shutil.rmtree(self.folder / "wheel", ignore_errors=True)
-        pip = (self.bin / "python", "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check")
-        options = ("-C", f"build-dir={self.build}", "-C", f"cmake.define.{make}")
-        without = ("--no-build-isolation", "--no-deps", "--wheel-dir", self.folder / "wheel")
-        self.run("packing a wheel", *pip, *without, *options, ROOT)
+    def install(self) -> None:
+        """What `pip install .` does, in two steps, because the wheel is tried elsewhere too."""
+        wheels, build = self.folder / "wheel", self.folder / "pip-build"
+        for folder in (wheels, build):
+            shutil.rmtree(folder, ignore_errors=True)
+        options = ("--no-deps", "--wheel-dir", wheels, "-C", f"build-dir={build}")
+        self.pip("building a wheel", "wheel", *options, ROOT)
         self.install_wheel(self)
         self.row.built = "yes"
 
     def install_wheel(self, built_by: "Environment") -> None:
         (wheel,) = (built_by.folder / "wheel").glob("*.whl")
-        self.pip_install("installing the wheel", "--no-deps", "--force-reinstall", wheel)
+        self.pip("installing the wheel", "install", "--no-deps", "--force-reinstall", wheel)
 
     def try_wheel(self, built_by: "Environment") -> None:
         self.row.other = "failed"
@@ -135,16 +154,43 @@ class Environment:
         )
         self.row.other = self._sum([said.splitlines()[-1]])
 
+    def configure(self, build: Path, toolkit: bool) -> str:
+        """What CMake said. The library is compiled as pip does, so that ccache has it."""
+        tools = (
+            f"-DPython_EXECUTABLE={self.bin / 'python'}",
+            f"-DCMAKE_MAKE_PROGRAM={self.bin / 'ninja'}",
+        )
+        options = ("-DSHARDSTEP_FAILURE_POINTS=OFF", "-DSHARDSTEP_BUILD_BENCHMARKS=OFF")
+        cmake = ("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *tools, *options)
+        return self.run("configuring", *cmake, toolkit=toolkit)
+
     def test(self, jobs: int) -> None:
+        self.row.cpp = "failed"
+        self.configure(self.build, toolkit=False)
+        self.run("building the tests", self.bin / "ninja", "-C", self.build, "-j", jobs)
         command = (self.bin / "python", ROOT / "tools" / "run_tests.py", "--build", self.build)
         try:
             self.run("testing", *command, "--jobs", jobs)
         except Failed as error:
             print(error, file=sys.stderr)
         said = self.log.read_text(errors="replace").rpartition("run_tests.py")[2]
-        lines = re.findall(r"^(\w+)(?:\[\d+/\d+\])?: (.*) in \d+ s", said, re.M)
-        self.row.python = self._sum(counts for name, counts in lines if name == "pytest")
-        self.row.cpp = self._sum(counts for name, counts in lines if name != "pytest")
+        lines = re.findall(r"^(\w[^:\n]*): (.*) in \d+ s", said, re.M)
+        self.row.python = self._sum(c for name, c in lines if name.startswith("pytest"))
+        self.row.cpp = self._sum(c for name, c in lines if not name.startswith("pytest"))
+
+    def try_nccl(self, jobs: int) -> None:
+        """Compiles the library with NCCL, links it, and loads it where there may be no GPU."""
+        build = self.folder / "nccl-build"
+        said = self.configure(build, toolkit=True)
+        without = re.search(r"shardstep: without NCCL \((.*?)[;)]", said)
+        if without:
+            self.row.nccl = without[1]
+            return
+        self.row.nccl = "failed"
+        ninja = (self.bin / "ninja", "-C", build, "-j", jobs, "shardstep", "launch_test")
+        self.run("building with NCCL", *ninja, toolkit=True)
+        said = self.run("testing NCCL", build / "tests" / "launch_test", "--gtest_filter=*Nccl*")
+        self.row.nccl = "compiled, links, loads" if "[  PASSED  ] 1 test" in said else "failed"
 
     @staticmethod
     def _sum(counts) -> str:
@@ -160,8 +206,9 @@ def run_version(environment: Environment, jobs: int) -> None:
     row = environment.row
     try:
         environment.prepare()
-        environment.install(jobs)
+        environment.install()
         environment.test(jobs)
+        environment.try_nccl(jobs)
     except (Failed, subprocess.TimeoutExpired) as error:
         print(error, file=sys.stderr)
         row.built = row.built or "failed"
@@ -179,6 +226,15 @@ def try_wheels(environments: list[Environment]) -> None:
             print(error, file=sys.stderr)
 
 
+def run_minor(environments: list[Environment], jobs: int, keep: bool) -> None:
+    for environment in environments:
+        run_version(environment, jobs)
+    try_wheels(environments)
+    if not keep:
+        for environment in environments:
+            shutil.rmtree(environment.folder, ignore_errors=True)
+
+
 def minor_of(version: str) -> str:
     return ".".join(version.lstrip("=").split(".")[:2])
 
@@ -191,22 +247,21 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "torch_matrix")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--keep", action="store_true", help="do not remove the environments")
+    parser.add_argument("--download", action="store_true", help="only prepare environments")
     parser.add_argument("--limit", type=float, default=3600, help="seconds per command")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for _, versions in itertools.groupby(arguments.versions, minor_of):
-        environments = [
-            Environment(arguments.folder.resolve(), Row(version), arguments.limit)
-            for version in versions
-        ]
+    environments = [
+        Environment(arguments.folder.resolve(), Row(version), arguments.limit)
+        for version in arguments.versions
+    ]
+    if arguments.download:
         for environment in environments:
-            run_version(environment, arguments.jobs)
-            rows.append(environment.row)
-        try_wheels(environments)
-        if not arguments.keep:
-            for environment in environments:
-                shutil.rmtree(environment.folder, ignore_errors=True)
+            environment.prepare()
+        return 0
+    for _, of_one_minor in itertools.groupby(environments, lambda e: minor_of(e.row.version)):
+        run_minor(list(of_one_minor), arguments.jobs, arguments.keep)
+    rows = [environment.row for environment in environments]
     print(f"| {' | '.join(Row.COLUMNS)} |\n|{'---|' * len(Row.COLUMNS)}")
     for row in rows:
         print(f"| {' | '.join(row.cells())} |")
