@@ -2,7 +2,7 @@
 """Builds and tests shardstep with several versions of torch, each in an environment of its own.
 
 For each version: a virtual environment, torch, `pip install .`, then the C++ tests, built with the
-same torch, and the Python tests. A CUDA toolkit is hidden from all that (which takes root's rights),
+same torch, and the Python tests. A CUDA toolkit is hidden from all that (root only may do that),
 and shown once: the library with NCCL is compiled, linked and loaded. Of two builds of one torch,
 next to each other in the list, each also loads the wheel that was built with the other. Prints one
 table. PyPI's builds of torch need CUDA's libraries, about 6 GB per environment: those of one minor
@@ -117,7 +117,8 @@ class Environment:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.run("making an environment", sys.executable, "-m", "venv", self.folder / "venv")
         torch = f"torch=={self.row.version}"
-        self.pip("installing torch", "install", "--no-compile", torch, "ninja")
+        build = ("ninja", "nlohmann_json==3.12.0")  # for the tests; pip brings its own
+        self.pip("installing torch", "install", "--no-compile", torch, *build)
         # The version in the metadata, without the "+cu132" that torch.__version__ may add.
         ask = "from importlib.metadata import version; import torch; "
         ask += "print(version('torch'), torch.version.cuda or 'CPU')"

@@ -50,40 +50,6 @@ def _names_cpu_exchange(value: object) -> bool:
     return isinstance(value, str) and value in _CPU_EXCHANGES
 
 
-# These fail on the simulated device, most because they compare with CPU tensors, name an exchange
-# of the CPU, or need sparse tensors there. docs/devices.md says so too.
-_NOT_ON_A_DEVICE_YET = {
-    "test_checkpoint_promises": {
-        "test_extra_state_is_kept_and_names_do_not_depend_on_wrappers",
-    },
-    "test_checkpoint_saving": {"test_what_json_cannot_hold_is_named"},
-    "test_construction": {
-        "test_a_mistake_on_one_rank_is_an_error_on_all",
-        "test_our_options",
-        "test_sparse_parameters_are_refused",
-    },
-    "test_hosts": {
-        "test_a_rank_or_a_host_that_is_killed_is_an_error_on_the_others",
-        "test_a_sub_group_across_hosts",
-        "test_stage_1",
-        "test_sums_per_host_and_then_over_hosts",
-    },
-    "test_masters": {
-        "test_a_plain_optimizer_takes_the_state_and_gives_one_without_masters",
-        "test_overlap_forward_and_shared_parameters",
-    },
-    "test_param_groups": {"test_added_groups_are_checked_as_the_first_ones"},
-    "test_sharding": {"test_parameters_in_other_orders_of_memory"},
-    "test_state_dict": {"test_saved_at_one_world_size_loaded_at_another"},
-    "test_stats": {
-        "test_a_line_per_n_steps",
-        "test_stats_of_other_options",
-        "test_stats_of_stage_2",
-    },
-    "test_weights": {"test_weights_into_a_module"},
-}
-
-
 def _choose_for_device(config: pytest.Config, items: list[pytest.Item]) -> None:
     if device.NAME != "cpu":
         items[:] = [
@@ -95,9 +61,6 @@ def _choose_for_device(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if device.NAME != "cpu" and (cpu := item.get_closest_marker("cpu")):
             item.add_marker(pytest.mark.skip(reason=f"needs the CPU: {cpu.args[0]}"))
-        module = item.module.__name__.rpartition(".")[2]
-        if device.NAME != "cpu" and item.originalname in _NOT_ON_A_DEVICE_YET.get(module, ()):
-            item.add_marker(pytest.mark.skip(reason="fails on a device, not looked into yet"))
     if count := config.getoption("sample"):
         chosen = random.Random(SEED).sample(range(len(items)), min(count, len(items)))
         items[:] = [items[index] for index in sorted(chosen)]

@@ -81,6 +81,11 @@ def make_parameters(*shapes: int | Sequence[int], seed: int = 1, dtype=torch.flo
     ]
 
 
+def sparse_parameter() -> torch.Tensor:
+    """On the CPU whatever the tests' device is: sim has no sparse tensors."""
+    return torch.eye(3, device="cpu").to_sparse().requires_grad_()
+
+
 def copies(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters]
 

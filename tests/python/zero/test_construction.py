@@ -4,7 +4,16 @@ import device as devices
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Twins, consolidated, gathered, make_parameters, on_ranks, ours, set_gradients
+from helpers import (
+    Twins,
+    consolidated,
+    gathered,
+    make_parameters,
+    on_ranks,
+    ours,
+    set_gradients,
+    sparse_parameter,
+)
 from implementation import ZeroRedundancyOptimizer
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
@@ -121,7 +130,7 @@ def test_what_a_plain_group_refuses_is_refused(options):
 @on_ranks(2)
 def test_sparse_parameters_are_refused(options):
     (dense,) = make_parameters(3)
-    sparse = torch.eye(3).to_sparse().requires_grad_()
+    sparse = sparse_parameter()
     refuses(ValueError, "sparse|dense", [sparse], **options)
     refuses(ValueError, "sparse|dense", [sparse, dense], **options)
     refuses(ValueError, "sparse|dense", [dense, sparse], **options)
@@ -217,9 +226,9 @@ def test_arguments_by_name():
 
 
 @ours
-@on_ranks(2)
-def test_our_options():
-    for options in (
+@pytest.mark.parametrize(
+    "options",
+    [
         {"stage": 1},
         {"sharding": "parameter"},
         {"sharding": "element"},
@@ -230,11 +239,14 @@ def test_our_options():
         {"bucket_cap_mb": 1},
         {"bucket_cap_mb": 1e-5, "sharding": "element"},
         {"exchange": "native", "sharding": "element", "parameters_as_bucket_view": True},
-    ):
-        twins = Twins(options=options)
-        twins.step(2)
-        assert not options.keys() & twins.zero.defaults.keys()
-        assert not options.keys() & twins.zero.param_groups[0].keys()
+    ],
+)
+@on_ranks(2)
+def test_our_options(options):
+    twins = Twins(options=options)
+    twins.step(2)
+    assert not options.keys() & twins.zero.defaults.keys()
+    assert not options.keys() & twins.zero.param_groups[0].keys()
 
 
 @ours
@@ -341,7 +353,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all():
         assert_all_name([*errors[:1], *errors[2:]], "rank 1 failed", *own)
 
     check([], "none")
-    check([torch.eye(3).to_sparse().requires_grad_()], "parameter 0")
+    check([sparse_parameter()], "parameter 0")
     check([{"lr": 0.1}], "params")
     check([make_parameters(2)[0] * 2], "leaf")
     assert construct_and_report(make_parameters(4)) == [None] * dist.get_world_size()

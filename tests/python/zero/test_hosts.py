@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks" / "peers"))
 import link
 
+pytestmark = pytest.mark.cpu("ranks of a host share memory, so tensors must be there")
+
 
 class Net(torch.nn.Module):
     """With a parameter that rank 0 alone uses, and one that nobody does."""

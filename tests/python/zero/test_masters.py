@@ -3,6 +3,7 @@ copy that is fed with the float32 sum of the ranks' gradients, its result rounde
 
 import warnings
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -201,22 +202,22 @@ def test_uneven_inputs(sharding):
         assert torch.equal(parameter, expected)
 
 
+@pytest.mark.parametrize("options", [{"overlap_forward": True}, {"share_parameters": True}])
 @on_ranks(2)
-def test_overlap_forward_and_shared_parameters():
-    for options in ({"overlap_forward": True}, {"share_parameters": True}):
-        net = net_of(torch.bfloat16)
-        plain_net = net_of(torch.bfloat16)
-        zero = stage2(
-            net.parameters(), torch.optim.AdamW, lr=1e-2, sharding="element", module=net, **options
-        )
-        by_hand = RoundedStep(plain_net)
-        for number in range(4):
-            net(batch(0, number)).float().square().sum().backward()  # the same on both ranks
-            zero.step()
-            zero.zero_grad()
-            plain_net(batch(0, number)).float().square().sum().backward()
-            by_hand.step()
-        assert_bitwise(net.parameters(), plain_net.parameters())
+def test_overlap_forward_and_shared_parameters(options):
+    net = net_of(torch.bfloat16)
+    plain_net = net_of(torch.bfloat16)
+    zero = stage2(
+        net.parameters(), torch.optim.AdamW, lr=1e-2, sharding="element", module=net, **options
+    )
+    by_hand = RoundedStep(plain_net)
+    for number in range(4):
+        net(batch(0, number)).float().square().sum().backward()  # the same on both ranks
+        zero.step()
+        zero.zero_grad()
+        plain_net(batch(0, number)).float().square().sum().backward()
+        by_hand.step()
+    assert_bitwise(net.parameters(), plain_net.parameters())
 
 
 @on_ranks(2)
@@ -310,7 +311,7 @@ def test_a_plain_optimizer_takes_the_state_and_gives_one_without_masters(shardin
     float32.load_state_dict(state)
     masters = [state["state"][i]["master_param"] for i in range(len(wide))]
     assert_bitwise(wide, masters)
-    plain_wide = [nn.Parameter(master.clone()) for master in masters]
+    plain_wide = [nn.Parameter(master.clone().to(devices.current())) for master in masters]
     plain = torch.optim.AdamW(plain_wide, lr=1e-2)
     plain.load_state_dict(state)
     for left, right in zip(wide, plain_wide, strict=True):

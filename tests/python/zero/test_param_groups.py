@@ -20,6 +20,7 @@ from helpers import (
     on_ranks,
     ours,
     set_gradients,
+    sparse_parameter,
 )
 from implementation import ZeroRedundancyOptimizer
 
@@ -139,7 +140,7 @@ def test_ranks_that_add_different_groups_all_raise(options):
 def test_added_groups_are_checked_as_the_first_ones():
     twins = Twins()
     double = make_parameters(3, dtype=torch.float64)
-    for group in (double, [torch.eye(3).to_sparse().requires_grad_()]):
+    for group in (double, [sparse_parameter()]):
         with pytest.raises(ValueError, match=r"dtype|dense|sparse"):
             twins.zero.add_param_group({"params": group})
         assert len(twins.zero.param_groups) == 1

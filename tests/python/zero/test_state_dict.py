@@ -2,6 +2,7 @@
 
 import copy
 
+import device as devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from helpers import (
 )
 from implementation import ZeroRedundancyOptimizer
 from ranks import run_ranks
+from torch import nn
 
 SHAPES = (9, (3, 5), 7, (2, 2), 40)
 GROUPS = [{"count": 2, "lr": 0.3}, {"count": 3, "weight_decay": 0.1}]
@@ -290,8 +292,9 @@ def trained_state(options):
 
 
 def goes_on_as_the_plain_one(options, parameters, state):
-    # Tensors among a process's arguments are in memory that all ranks share.
-    twins = Twins(parameters=copies(parameters), groups=GROUPS, options=options)
+    # Tensors among a process's arguments are in memory that all ranks share, or on one's device.
+    parameters = [nn.Parameter(p.detach().to(devices.current())) for p in copies(parameters)]
+    twins = Twins(parameters=parameters, groups=GROUPS, options=options)
     twins.zero.load_state_dict(copy.deepcopy(state))
     twins.plain.load_state_dict(copy.deepcopy(state))
     twins.step(3, seed=8)
