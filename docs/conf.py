@@ -30,7 +30,7 @@ breathe_projects = {"shardstep": str(ROOT / "build" / "docs" / "doxygen" / "xml"
 breathe_default_project = "shardstep"
 breathe_default_members = ("members",)
 
-smartquotes = False
+smartquotes_action = "De"  # dashes, not quotes
 maximum_signature_line_length = 88
 
 html_theme = "furo"

@@ -81,7 +81,8 @@ struct ZeroOptions {
   // only warns.
   TORCH_ARG(bool, overlap_with_ddp) = false;
   // Maximum size of a bucket, the unit of communication, in MiB; 0 for no limit. Unset: 25 in stage
-  // 2 and no limit in stage 1, except on a device without parameters_as_bucket_view, where it is 25.
+  // 2 and no limit in stage 1, except on a device without parameters_as_bucket_view, where it
+  // is 25.
   TORCH_ARG(std::optional<double>, bucket_cap_mb);
   // Stage 2, parameters on the CPU: the ranks of each host share one copy of the parameters.
   // REQUIRES: no rank changes parameters by itself, and none reads them while another is in step().

@@ -7,5 +7,4 @@ struct Given {
   int64_t step;
   std::vector<at::Tensor> matrices, others;
 };
-#define GIVEN_NAMES                                                                    \
-  auto& [model, optimizer, inputs, targets, step, matrices, others] = given;
+#define GIVEN_NAMES auto& [model, optimizer, inputs, targets, step, matrices, others] = given;
