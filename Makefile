@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up what they need in .venv and build/, and no more than that.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-build bench-peers test-clients torch-matrix prove format check-format check-types install clean setup build
+.PHONY: help demo test bench bench-build bench-peers test-clients torch-matrix prove docs test-docs format check-format check-types install clean setup build
 
 JOBS ?= $(shell nproc)
 RANKS ?= 2
@@ -48,7 +48,7 @@ setup: $(foreach part,build python test format types,.venv/$(part).stamp)  ## In
 .venv/%.stamp: requirements/%.txt tools/setup.sh
 	@tools/setup.sh $*
 	@touch $@
-.venv/python.stamp .venv/test.stamp .venv/format.stamp .venv/types.stamp: .venv/build.stamp
+.venv/python.stamp .venv/test.stamp .venv/format.stamp .venv/types.stamp .venv/docs.stamp: .venv/build.stamp
 
 # $(1): flags for CMake. It reruns itself when its files change.
 define configure
@@ -89,7 +89,7 @@ else
 	  '  make install && .venv/bin/torchrun --standalone --nproc-per-node 2 -- examples/train_gpt.py'
 endif
 
-test: build $(if $(FULL),.venv/types.stamp)  ## Run the tests; FULL=1: the long ones too; SANITIZE=1: C++ under ASAN and UBSAN; SANITIZE=thread: under TSAN; DEVICE=sim: Python's on a simulated device
+test: build $(if $(FULL),.venv/types.stamp .venv/docs.stamp)  ## Run the tests; FULL=1: the long ones too; SANITIZE=1: C++ under ASAN and UBSAN; SANITIZE=thread: under TSAN; DEVICE=sim: Python's on a simulated device
 	@$(if $(FULL),$(if $(SANITIZE),,$(NINJA) $(BENCHMARKS)))
 	@$(if $(TEST_INSTALL),$(MAKE) --no-print-directory $(TEST_INSTALL) PREFIX=)
 	@$(BIN)/python tools/run_tests.py --build $(BUILD) --jobs $(JOBS) $(TEST_FLAGS)
@@ -126,12 +126,32 @@ prove:  ## Check the models in proofs/ with spin (PROVE_ARGS="--help")
 	@tools/setup.sh prove
 	@python3 proofs/prove.py $(PROVE_ARGS)
 
+docs: install .venv/docs.stamp  ## Build the documentation site into build/docs/html; fails at a warning or a dead link
+	@mkdir -p build/docs/doxygen
+	@doxygen docs/Doxyfile
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs build/docs/html
+	@$(BIN)/python docs/check_links.py build/docs/html
+
+test-docs: docs .venv/test.stamp  ## The same, and run or compile every code block of README and docs/
+	@$(NINJA) train_ddp
+	@SHARDSTEP_FULL=1 $(BIN)/python -m pytest -q tests/python/docs --deselect tests/python/docs/test_docs.py::test_the_site_builds
+
 format: .venv/format.stamp  ## Format the C++ and Python sources
 	@$(BIN)/clang-format -i $(CPP_FILES)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-check-format: .venv/format.stamp  ## Fail if a source is not formatted
+check-docs: install .venv/docs.stamp  ## Build the documentation site into build/docs/html; fails at a warning or a dead link
+	@mkdir -p build/docs/doxygen
+	@doxygen docs/Doxyfile
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs build/docs/html
+	@$(BIN)/python docs/check_links.py build/docs/html
+
+test-docs: docs .venv/test.stamp  ## The same, and run or compile every code block of README and docs/
+	@$(NINJA) train_ddp
+	@SHARDSTEP_FULL=1 $(BIN)/python -m pytest -q tests/python/docs --deselect tests/python/docs/test_docs.py::test_the_site_builds
+
+format: .venv/format.stamp  ## Fail if a source is not formatted
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prepares this clone for one kind of work: build, python, test, format, types or prove. make runs
-# it.
+# Prepares this clone for one kind of work: build, python, test, format, types, docs or prove.
+# make runs it.
 # Python packages go into .venv. What the system lacks comes from PyPI if PyPI has it, else from
 # apt, and that is announced first.
 set -euo pipefail
@@ -109,13 +109,19 @@ prepare_prove() {
     die "install spin (Debian: spin) and run make again"
 }
 
+prepare_docs() {
+  has_program doxygen || from_apt doxygen "the C++ API's pages are made from it" ||
+    die "install doxygen (Debian: doxygen) and run make again"
+  prepare_packages docs
+}
+
 prepare_packages() {  # part
   say "installing requirements/$1.txt into .venv"
   pip_install -r "requirements/$1.txt"
 }
 
 case "${1-}" in
-  build | python | test | prove) "prepare_$1" ;;
+  build | python | test | docs | prove) "prepare_$1" ;;
   format | types) prepare_packages "$1" ;;
-  *) die "expected build, python, test, format, types or prove, got '${1-}'" ;;
+  *) die "expected build, python, test, format, types, docs or prove, got '${1-}'" ;;
 esac

@@ -1,9 +1,10 @@
 #pragma once
 
-// Scales losses so that float16 gradients do not underflow, as Python's torch.amp.GradScaler: scale
-// the loss, unscale_ (optional, to clip), step, update. A step whose gradients are not finite is
-// skipped, on every rank or on none, and the scale backs off; after `growth_interval` steps that
-// were not skipped it grows. Collective in stage 2: unscale_ and step.
+// Scales losses so that float16 gradients do not underflow, as Python's torch.amp.GradScaler does.
+// In each iteration, call scale, backward, unscale_ (only to clip), step and update. A step whose
+// gradients are not finite is skipped, on every rank or on none, and the scale shrinks; after
+// `growth_interval` steps in a row that were not skipped, it grows.
+// Collective in stage 2: unscale_ and step.
 // Thread safety: one thread at a time.
 
 #include <ATen/core/Tensor.h>
@@ -35,9 +36,11 @@ class SHARDSTEP_API GradScaler {
   at::Tensor scale(const at::Tensor& loss) const;
   // Divides the optimizer's gradients by the scale, once before a step.
   void unscale_(ZeroRedundancyOptimizer& optimizer);
-  // Unscales unless that was done, then steps if all gradients are finite. Returns whether it did.
+  // Unscales unless that was done, then steps if all gradients are finite. Returns whether it
+  // stepped.
   bool step(ZeroRedundancyOptimizer& optimizer);
-  // Once per iteration, after the steps of all optimizers. A given scale replaces the current one.
+  // Adjusts the scale. Call it once per iteration, after the steps of all optimizers. A given scale
+  // replaces the current one.
   void update(std::optional<double> new_scale = std::nullopt);
 
   double get_scale() const { return options_.enabled() ? scale_ : 1; }

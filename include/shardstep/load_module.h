@@ -11,8 +11,8 @@
 namespace shardstep {
 
 // Copies the checkpoint's weights into the module's parameters and buffers, one at a time, cast to
-// their dtypes. Throws ValueError, and changes nothing, if one is missing on either side or has a
-// different shape.
+// their dtypes. If one is missing on either side or has a different shape, throws ValueError and
+// changes nothing.
 SHARDSTEP_API void load_module(Checkpoint& checkpoint, torch::nn::Module& module);
 
 }  // namespace shardstep

@@ -14,10 +14,10 @@ struct PhaseStats {
 };
 
 struct OptimizerStats {
-  // By phase: post (gradients of a bucket handed over), reduce (its sum taken; waits), compare
-  // (waits until all ranks are in step()), update (the local optimizer), gather (parameters sent;
-  // waits), arrive (with overlap_forward: waits for them later). torch.profiler shows the same
-  // phases as shardstep::<name>.
+  // By phase: post (hands over the gradients of a bucket), reduce (takes its sum; waits for other
+  // ranks), compare (waits until all ranks are in step()), update (runs the local optimizer),
+  // gather (sends parameters; waits), arrive (with overlap_forward, waits for parameters later).
+  // torch.profiler shows the same phases as shardstep::<name>.
   std::map<std::string, PhaseStats> phases;
   std::string exchange;  // "shared_memory", ...; "none" in a group of one
   // In messages of the process group; what ranks share in memory is not sent.

@@ -5,12 +5,12 @@
 namespace shardstep {
 
 enum class Sharding {
-  kParameter,  // every parameter belongs to one rank: any optimizer works
-  kElement,  // every bucket is cut into equal slices: perfect balance, element-wise optimizers only
+  kParameter,  // every parameter belongs to one rank; for any optimizer
+  kElement,    // every rank owns equally many elements; for element-wise optimizers
 };
 
 enum class ExchangeKind {
-  kAuto,          // on Gloo: what fits the hosts, of the last three; otherwise native
+  kAuto,          // on Gloo one of the last three, by which ranks share a host; else native
   kNative,        // c10d's collectives
   kPairwise,      // a message between every two ranks
   kSharedMemory,  // all ranks on one host, tensors on the CPU

@@ -80,36 +80,37 @@ struct ZeroOptions {
   // A hook of zero_hooks.h runs the update inside DistributedDataParallel's backward pass; step()
   // only warns.
   TORCH_ARG(bool, overlap_with_ddp) = false;
-  // Maximum size of a bucket, the unit of communication; 0 for no limit. Unset: no limit in stage
-  // 1, 25 in stage 2.
+  // Maximum size of a bucket, the unit of communication, in MiB; 0 for no limit. Unset: 25 in stage
+  // 2 and no limit in stage 1, except on a device without parameters_as_bucket_view, where it
+  // is 25.
   TORCH_ARG(std::optional<double>, bucket_cap_mb);
-  // Stage 2, ranks on one host: all of them share one copy of the parameters. REQUIRES: no rank
-  // changes parameters by itself, and none reads them while another is in step().
+  // Stage 2, parameters on the CPU: the ranks of each host share one copy of the parameters.
+  // REQUIRES: no rank changes parameters by itself, and none reads them while another is in step().
   TORCH_ARG(bool, share_parameters) = false;
   // Stage 2: step() returns while parameters are still being sent. Call wait() before anything
   // reads them.
   TORCH_ARG(bool, overlap_forward) = false;
-  // Stage 2: the module that the parameters belong to. Its other parameters and its buffers start
-  // as rank 0's, and errors and checkpoints call the parameters by its names. Null: keeping buffers
-  // the same is up to the user.
+  // Stage 2: the module that the parameters belong to. Rank 0's buffers, and those of its
+  // parameters that the optimizer does not have, are copied to every rank. Errors and checkpoints
+  // call the parameters by the module's names. If null, the user must keep buffers the same.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, module);
-  // step() makes the module's buffers rank 0's, as DistributedDataParallel does before the next
-  // forward.
+  // step() copies rank 0's buffers of the module to every rank, as DistributedDataParallel does
+  // before the next forward.
   TORCH_ARG(bool, broadcast_buffers) = true;
   // Stage 2: kBFloat16 or kHalf. Wider gradients are rounded to it and sent at half the width;
   // their owner sums them in their own dtype.
   TORCH_ARG(std::optional<at::ScalarType>, gradient_dtype);
-  // kFloat: each rank keeps float32 copies, masters, of what it owns of bfloat16 and float16
-  // parameters. The local optimizer updates these, the gradients are summed in float32 (in stage 1,
-  // as DDP left them), and the rounded result is what travels. A parameter that is changed in place
-  // takes its master along; changes through `.data` are not seen. Masters are part of the state,
-  // as "master_param".
+  // kFloat: each rank keeps float32 copies, the masters, of the bfloat16 and float16 parameters
+  // that it owns. The local optimizer updates the masters, gradients are summed in float32 (in
+  // stage 1 DDP has already averaged them), and the rounded parameters are sent. If a parameter is
+  // changed in place, its master follows; changes through `.data` are not noticed. Masters are
+  // part of the state, as "master_param".
   TORCH_ARG(std::optional<at::ScalarType>, master_dtype);
-  // By parameter: what the update of a parameter costs, instead of its number of elements or, for
-  // Muon, the operations of its iterations. The ranks divide the total evenly.
+  // When sharding by parameter: what the update of a parameter costs. The ranks divide the total
+  // evenly. Unset: the number of elements; for Muon, the number of operations.
   TORCH_ARG(std::function<double(const at::Tensor&)>, cost);
-  // Declares a user-defined optimizer element-wise: its update of an element depends on nothing but
-  // that element's gradient and state. Sharding by element accepts no other.
+  // Declares that a user-defined optimizer is element-wise: its update of an element depends on
+  // nothing but that element's gradient and state. Sharding by element refuses all others.
   TORCH_ARG(bool, elementwise) = false;
 };
 
@@ -117,11 +118,11 @@ using ParamsAndGradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
-  // Groups that have options of another type than the constructor's are updated by that type's
-  // optimizer: matrices by Muon, the rest by AdamW. Theirs is by parameter unless the optimizer is
-  // element-wise. Collective. Throws ValueError on every rank if ranks were given different
-  // parameters or options, or if one of them was given an invalid argument. A tensor that appears
-  // twice in a group (tied weights) counts once.
+  // A group whose options have a different type than `local`'s is updated by that type's optimizer,
+  // for example matrices by Muon and the rest by AdamW; it is sharded by parameter unless that
+  // optimizer is element-wise. A tensor that appears twice in a group (tied weights) counts once.
+  // Throws ValueError on every rank if ranks were given different parameters or options, or if one
+  // of them was given an invalid argument. Collective.
   ZeroRedundancyOptimizer(std::vector<torch::optim::OptimizerParamGroup> param_groups,
                           LocalOptimizer local, const ZeroOptions& options = {});
   ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptimizer local,
@@ -143,12 +144,12 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // closure's loss. Collective.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // In stage 2 too, forgets the gradients. If a backward pass threw on this rank, it also sends
+  // Clears the gradients, in stage 2 too. If a backward pass threw on this rank, it also sends
   // what the other ranks wait for.
   void zero_grad(bool set_to_none = true);
 
-  // The whole gradient of a parameter of this optimizer; undefined if there is none. Collective in
-  // stage 2.
+  // Returns the whole gradient of a parameter of this optimizer; undefined if there is none.
+  // Collective in stage 2.
   at::Tensor full_gradient(const at::Tensor& param);
 
   // Stage 2: during the lifetime of the returned object, backward passes accumulate in `.grad`
@@ -169,7 +170,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // Stage 2: scales the gradients so that their total norm is at most max_norm, and returns the
   // norm before scaling, the same on every rank. Collective.
   double clip_grad_norm_(double max_norm, double norm_type = 2, bool error_if_nonfinite = false);
-  // Stage 2. Collective.
+  // Stage 2: clips every element of the gradients. Collective.
   void clip_grad_value_(double clip_value);
   // For GradScaler: multiplies all gradients by a factor, and returns whether they were finite, the
   // same on every rank. Collective in stage 2.
@@ -190,7 +191,8 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // this rank. Notices groups added through the base class. Collective.
   void wait();
 
-  // Collective. A group added through the base class is noticed at the next collective call.
+  // Adds a group and divides its parameters among the ranks, given what each already owns. A group
+  // added through the base class is noticed at the next collective call. Collective.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // Gathers the state of all ranks on rank `to` and returns it there; the other ranks get nothing.

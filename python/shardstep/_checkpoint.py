@@ -69,28 +69,30 @@ class CheckpointMethods(ShardedOptimizer):
         Collective.
 
         Args:
-            directory: in "runs/{step}", or "runs/{step:06d}", `{step}` stands for extra["step"],
-                and the link runs/latest points at the last complete checkpoint.
-            module: its parameters, buffers and extra state are saved too. It also names the
-                optimizer's parameters, without prefixes of DistributedDataParallel and
-                torch.compile; without it, the optimizer's own `module` does.
+            directory: where to write. In "runs/{step}" or "runs/{step:06d}", `{step}` is replaced
+                by extra["step"], and the link runs/latest points at the last complete checkpoint.
+            module: saves its parameters, buffers and extra state too. Its names, without prefixes
+                of DistributedDataParallel and torch.compile, become those of the optimizer's
+                parameters. If None, the names are those of the optimizer's own `module`.
             extra: your own small values, saved from rank 0: numbers, strings, bools, None, small
                 tensors, and lists, tuples and dicts of these.
-            rng: saves each rank's torch random generators; "all": also Python's and NumPy's.
+            rng: whether to save each rank's torch random generators. "all" also saves Python's and
+                NumPy's.
             schedulers: learning rate schedulers, or anything else with a state_dict() of such
                 small values, saved from rank 0.
-            keep_last: with a directory such as "runs/{step}": how many checkpoints stay, the new
-                one included; the oldest are removed, except while they are read. None: all stay.
+            keep_last: with a directory such as "runs/{step}", how many checkpoints to keep, the new
+                one included. Older ones are removed, except while they are read. None keeps all.
             asynchronous: return as soon as this rank's shard is copied; a background thread writes
-                it. Later changes are not in it. If it fails, the next save_checkpoint,
+                the copy, which later changes do not affect. If it fails, the next save_checkpoint,
                 load_checkpoint or wait_checkpoint raises the error; if the program ends without
                 one of these, it is a RuntimeWarning.
-            progress: called by the thread that writes, with the bytes of this rank's shard that
-                are written, and the total. True: a progress bar. None: a bar on rank 0 if it has a
-                terminal and the save takes long and is not asynchronous.
-            timeout: how many seconds rank 0 waits for another rank's file to appear in the
-                directory. None: 30 minutes in the background; 3 once all ranks have reported that
-                theirs are written, since network file systems may show them late.
+            progress: a function that the writing thread calls with the bytes of this rank's shard
+                written so far, and the total. True shows a progress bar. None shows one on rank 0
+                if it has a terminal and the save takes long and is not asynchronous.
+            timeout: how long rank 0 waits for another rank's file to appear in the directory, in
+                seconds or as a timedelta. None means 30 minutes in the background, and otherwise 3
+                minutes after all ranks have reported that their files are written, since network
+                file systems may show them late.
         """
         content: dict[str, Any] = {
             "state": {},
@@ -134,7 +136,7 @@ class CheckpointMethods(ShardedOptimizer):
         self._checkpointer.wait()
 
     def checkpoint_progress(self) -> tuple[int, int]:
-        """The bytes of this rank's shard that are written, and the total."""
+        """Returns how many bytes of this rank's shard are written, and the total."""
         return self._checkpointer.progress()
 
     def load_checkpoint(
@@ -151,10 +153,10 @@ class CheckpointMethods(ShardedOptimizer):
         every rank raises a ValueError that names it, and nothing changes.
 
         Args:
-            module: its parameters, buffers and extra state are loaded too.
-            rng: loads the random generators that were saved. Ranks that did not exist then keep
-                theirs.
-            schedulers: in the order in which they were saved.
+            module: loads its parameters, buffers and extra state too.
+            rng: whether to load the random generators that were saved. Ranks that did not exist
+                when the checkpoint was saved keep theirs.
+            schedulers: the schedulers to load, in the order in which they were saved.
         """
         tensors: list[tuple[str, torch.Tensor, bool]] = []
         extra_states: dict[str, torch.nn.Module] = {}
@@ -209,7 +211,7 @@ class CheckpointMethods(ShardedOptimizer):
         return loaded["extra"] or {}
 
     def checkpoint_bytes_read(self) -> int:
-        """How many bytes of the shards the last load_checkpoint read on this rank."""
+        """Returns how many bytes of the shards the last load_checkpoint read on this rank."""
         return self._checkpointer.bytes_read
 
     def _names(self, module: torch.nn.Module | None) -> list[str]:

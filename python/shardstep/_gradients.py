@@ -97,9 +97,9 @@ class GradientMethods(ShardedOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Stage 2: accumulates in `.grad` without communication.
+        """Stage 2: backward passes inside this context accumulate without communication.
 
-        The first backward pass afterwards reduces the sum.
+        The first one afterwards reduces the sum.
         """
         before, self.engine.sync = self.engine.sync, False
         try:
@@ -108,7 +108,7 @@ class GradientMethods(ShardedOptimizer):
             self.engine.sync = before
 
     def full_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The whole gradient of a parameter; None if there is none. Collective in stage 2."""
+        """Returns the whole gradient of a parameter, or None. Collective in stage 2."""
         if parameter not in self._index_of:
             raise ValueError(
                 "shardstep: expected a parameter of this optimizer, got a tensor of shape "

@@ -130,7 +130,7 @@ class Plan:
         self._model = model
         self.world_sizes = list(world_sizes)
         self.memory_bytes = fits
-        """What a rank has, if the caller said so."""
+        """How much memory each rank has, if the caller said so."""
         self.rows = [
             model.row(method, world_size) for method in METHODS for world_size in world_sizes
         ]
@@ -144,14 +144,14 @@ class Plan:
         return sum(param.numel for param in self._model.sizes.trainable)
 
     def row(self, method: str, world_size: int) -> PlanRow:
-        """A row by its method's key ("stage2"), also of a world size that is not in `rows`."""
+        """The row of a method, such as "stage2", at any world size."""
         keys = {known.key: known for known in METHODS}
         if method not in keys:
             raise ValueError(f"shardstep: expected one of {', '.join(keys)}, got {method!r}")
         return self._model.row(keys[method], _world_size(world_size))
 
     def smallest_world(self, method: str, memory_bytes: float | None = None) -> int | None:
-        """The fewest ranks on which it fits; None if it fits on no number of them."""
+        """The fewest ranks on which the model fits; None if it does not fit on any number."""
         limit = self.memory_bytes if memory_bytes is None else memory_bytes
         if limit is None:
             raise ValueError("shardstep: expected memory_bytes, here or in plan(), got none")
@@ -177,7 +177,7 @@ class Plan:
         draw(self, path)
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers that JSON can represent."""
+        """The same as values that JSON can represent."""
         from shardstep._plan_report import as_dict
 
         return as_dict(self)
@@ -329,14 +329,14 @@ def plan(
         optimizer_class: its state is measured by a step on the meta device.
         world_sizes: how many ranks to plan for.
         ranks_per_host: how many of them share a host, and so its network link.
-        memory_bytes: what a rank has; smallest_world() then says how many ranks it takes.
+        memory_bytes: how much memory each rank has, for smallest_world().
         dtype: of the floating-point parameters, if it is not the model's.
         gradient_dtype: what stage 2 sends gradients in.
         gradient_as_bucket_view: DDP's option; without it DDP holds the gradients twice.
-        other_bytes: activations and the framework, per rank, which are added to each total.
+        other_bytes: what activations and the framework take per rank; added to each total.
         network_bandwidth: bytes per second of a host's link, for the time of an iteration.
         host_bandwidth: bytes per second between ranks of one host, per rank.
-        compute_seconds: forward and backward pass.
+        compute_seconds: how long the forward and backward pass take together.
         defaults: passed to optimizer_class.
     """
     if ranks_per_host < 1:

@@ -15,7 +15,7 @@ class ShardedStateDictMethods(ShardedOptimizer):
     """sharded_state_dict and load_sharded_state_dict."""
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, for torch.distributed.checkpoint to save or load into.
+        """Returns this rank's part of the state, for torch.distributed.checkpoint to save or fill.
 
         Nothing is gathered or copied: loading writes into existing state, and creates what does
         not exist yet. Pass the loaded dict to load_sharded_state_dict.

@@ -40,9 +40,10 @@ class StateDictMethods(ShardedOptimizer):
         return self._as_plain(self._consolidated)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state last consolidated on this rank, as the plain optimizer would return it.
+        """Returns the state last consolidated on this rank, as the plain optimizer would.
 
-        As long as no rank has any state, it need not be consolidated.
+        Before any rank has state, it returns the plain optimizer's dict without consolidating.
+        Raises RuntimeError on ranks on which the state was not consolidated.
         """
         state = self._consolidated
         if state is None:

@@ -23,14 +23,19 @@ class StatsMethods(ShardedOptimizer):
     def stats(self) -> dict[str, Any]:
         """Where this rank's time and memory went, and what it has sent, since reset_stats().
 
-        `phases` has, by name, how often a phase ran (`calls`) and how long (`seconds`): post (a
-        bucket's gradients handed over, in the backward pass), reduce (its sum taken), compare (at
-        the start of step(), which waits until all ranks are there), update (the local optimizer),
-        gather (parameters sent), arrive (with overlap_forward: waiting for them later). The
-        profiler shows the same phases as shardstep::<name>. `seconds_waiting` is the sum of those
-        that wait for other ranks, and includes moving the bytes; `seconds_computing` of the others.
-        A step with a closure does not count its update. `bytes_sent` and `bytes_received` count
-        messages of the process group; what ranks share in memory is not sent. Not collective.
+        `phases` says by name how often a phase ran (`calls`) and how long it took (`seconds`):
+
+        - post: hands over the gradients of a bucket, in the backward pass
+        - reduce: takes the sum of a bucket; waits for other ranks
+        - compare: begins step(); waits until all ranks are there
+        - update: runs the local optimizer; not counted in a step with a closure
+        - gather: sends parameters; waits for other ranks
+        - arrive: with overlap_forward, waits for parameters later
+
+        The profiler shows the same phases as `shardstep::<name>`. `seconds_waiting` adds up the
+        phases that wait for other ranks, which also move the bytes, and `seconds_computing` the
+        others. `bytes_sent` and `bytes_received` count messages of the process group; what ranks
+        share in memory is not sent. Not collective.
         """
         times = self.engine.phase_times()
         sent, received = self._traffic_before
@@ -54,7 +59,7 @@ class StatsMethods(ShardedOptimizer):
         }
 
     def reset_stats(self) -> None:
-        """Times and bytes start at 0 again."""
+        """Sets times and bytes to 0."""
         self.engine.reset_phase_times()
         traffic = self.engine.traffic
         self._traffic_before = (traffic.bytes_sent, traffic.bytes_received)
@@ -64,8 +69,8 @@ class StatsMethods(ShardedOptimizer):
     ) -> RemovableHandle:
         """Logs one line per `every` steps: where their time went, and what was sent.
 
-        The logger is "shardstep" if None. Returns a handle whose remove() ends it. Times and bytes
-        are those of the steps since the last line, so stats() starts anew with each.
+        Without a `logger`, the one called "shardstep" is used. Returns a handle whose remove() ends
+        the logging. Each line covers the steps since the last one, and calls reset_stats().
         """
         if every < 1:
             raise ValueError(f"shardstep: expected a line per 1 step or more, got {every}")

@@ -22,7 +22,7 @@ class Checkpoint(_C.Checkpoint):
     """A checkpoint that save_checkpoint() wrote, on any number of ranks, from Python or C++.
 
     Opening it reads the index alone; tensors are read, and verified, when asked for. It stays
-    readable while another checkpoint is saved to the directory.
+    readable while another checkpoint is saved to the directory::
 
         checkpoint = shardstep.Checkpoint("runs/latest")
         checkpoint.load_module(model)                       # weights, into any module
@@ -32,7 +32,7 @@ class Checkpoint(_C.Checkpoint):
         checkpoint.read("module.0.weight", 0, 100)          # some elements, in memory order
         checkpoint.state_dict()                             # for a plain optimizer
 
-    Tensors are called module.<name>, state.<parameter>.<key> and rng.<rank>.<device>.
+    Tensors are called `module.<name>`, `state.<parameter>.<key>` and `rng.<rank>.<device>`.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -45,7 +45,7 @@ class Checkpoint(_C.Checkpoint):
         return super().tensors
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return list(self.tensors)
 
     def shape(self, name: str) -> torch.Size:
@@ -63,7 +63,7 @@ class Checkpoint(_C.Checkpoint):
             ) from None
 
     def module_state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights by their names in the module. Tied tensors have one name."""
+        """The weights by their names in the module. Tied weights appear once."""
         names = self._module_names()
         return {name: self.read(_MODULE + name) for name in names}
 
@@ -79,9 +79,9 @@ class Checkpoint(_C.Checkpoint):
     def load_module(self, module: torch.nn.Module) -> None:
         """Copies the weights into a module, cast to its dtypes, one tensor in memory at a time.
 
-        Extra state is loaded too. Wrappers (DistributedDataParallel, torch.compile) make no
-        difference. If a tensor is missing on either side, has another shape or is damaged, raises
-        ValueError, and nothing changes.
+        Extra state is loaded too. The module may be wrapped in DistributedDataParallel or
+        torch.compile. If a tensor is missing on either side, has a different shape or is damaged,
+        raises ValueError and changes nothing.
         """
         saved = set(self._module_names())
         tensors = module_tensors(module)

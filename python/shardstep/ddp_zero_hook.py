@@ -27,7 +27,7 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> Hook:
-    """A hook for ddp.register_comm_hook that updates when the last bucket has been reduced.
+    """Makes a hook for ddp.register_comm_hook that updates all parameters after the last bucket.
 
     Raises ValueError unless `zero` was built with overlap_with_ddp=True. `shard_buckets` has no
     effect and exists for code that sets it: `zero` alone decides which ranks own a bucket's
@@ -42,7 +42,7 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> Hook:
-    """The same, updating a bucket's parameters as soon as it has been reduced."""
+    """Makes a hook that updates a bucket's parameters as soon as the bucket has been reduced."""
     return _make_hook(hook, ddp, zero, shard_buckets, interleaved=True)
 
 

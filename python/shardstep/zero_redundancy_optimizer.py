@@ -90,29 +90,31 @@ class ZeroRedundancyOptimizer(
     Args:
         params: tensors, (name, tensor) pairs, or param groups (dicts). A group may name an
             `optimizer_class`, `sharding` and `cost` of its own; muon_groups() makes such groups.
-            With a class of its own, its other options are that class's, and its sharding is by
-            parameter unless the class is known to be element-wise.
+            A group with its own class takes that class's options, and is sharded by parameter
+            unless the class is known to be element-wise.
         optimizer_class: the optimizer that each rank runs on what it owns. When sharding by
             parameter, any optimizer except LBFGS. When sharding by element, an element-wise one:
             torch's Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or
             SGD, or one that you declare `elementwise`.
         process_group: the default group if None.
-        parameters_as_bucket_view: parameters become views of one flat tensor per dtype and device.
+        parameters_as_bucket_view: makes parameters views of one flat tensor per dtype and device.
         overlap_with_ddp: a hook of shardstep.ddp_zero_hook runs the update inside DDP's backward
-            pass; step() only warns.
-        stage: 1: gradients arrive whole, as DDP leaves them. 2: the optimizer averages them over
-            the ranks during the backward pass, without DDP, and each rank keeps what it owns.
-            `.grad` then holds no memory: it answers norms and the like for the whole gradient,
-            collectively, and can be scaled in place. full_gradient() returns the whole gradient.
-        sharding: "parameter": every parameter belongs to one rank. "element": every rank owns the
-            same number of elements, and dtypes may be mixed.
+            pass, and step() only warns.
+        stage: with 1, gradients arrive whole, as DDP leaves them. With 2, the optimizer averages
+            them over the ranks during the backward pass, without DDP, and each rank keeps only
+            what it owns. `.grad` then holds no memory: norms and finiteness of the whole gradient
+            can still be asked of it, collectively, and it can be scaled in place. full_gradient()
+            returns the whole gradient.
+        sharding: with "parameter", every parameter belongs to one rank. With "element", every rank
+            owns the same number of elements, and dtypes may be mixed.
         exchange: "native" (c10d's collectives), "pairwise" (messages between every two ranks),
             "shared_memory" (all ranks on one host, tensors on the CPU), "hierarchical" (shared
             memory inside each host, messages between hosts, tensors on the CPU), or "auto": on
             Gloo shared memory if all ranks are on one host, pairwise if every rank is alone on its
             host, else hierarchical; on other backends native.
-        bucket_cap_mb: maximum size of a bucket, the unit of communication; 0 for no limit. None
-            means no limit in stage 1, 25 in stage 2.
+        bucket_cap_mb: maximum size of a bucket, the unit of communication, in MiB; 0 for no limit.
+            None means 25 in stage 2 and no limit in stage 1, except on a device without
+            parameters_as_bucket_view, where it means 25 too.
         share_parameters: in stage 2, with parameters on the CPU: the ranks of each host share one
             copy of the parameters. Requires that no rank changes parameters by itself, and that
             none reads them while another is in step().
@@ -121,24 +123,25 @@ class ZeroRedundancyOptimizer(
             other method, by attribute, parameters(), state_dict() and load_state_dict(). Parameters
             that the module does not list are waited for before its forward. If you hold a
             parameter elsewhere, call wait() before you read it.
-        module: in stage 2, the module that the parameters belong to. Its other parameters and its
-            buffers start as rank 0's, and errors and checkpoints call the parameters by its names.
-            Without it, you must keep buffers the same on all ranks.
-        broadcast_buffers: the module's buffers become rank 0's in each step(), where DDP would
-            broadcast them before the next forward.
-        gradient_dtype: in stage 2, torch.bfloat16 or torch.float16: wider gradients are rounded to
+        module: in stage 2, the module that the parameters belong to. Rank 0's buffers, and those of
+            its parameters that the optimizer does not have, are copied to every rank. Errors and
+            checkpoints call the parameters by the module's names. Without it, you must keep
+            buffers the same on all ranks.
+        broadcast_buffers: copies rank 0's buffers of the module to every rank in each step(). (DDP
+            does so before the next forward.)
+        gradient_dtype: in stage 2, torch.bfloat16 or torch.float16. Wider gradients are rounded to
             it and sent at half the width; their owner sums them in their own dtype.
-        master_dtype: torch.float32: each rank keeps float32 copies, masters, of what it owns of
-            bfloat16 and float16 parameters. The local optimizer updates these, gradients are summed
-            in float32 (in stage 1, as DDP left them), and the rounded result is what travels. A
-            parameter that is changed in place, as by load_state_dict(), takes its master along;
-            changes through `.data` are not seen. Masters are part of the state, as "master_param".
+        master_dtype: torch.float32 makes each rank keep float32 copies, the masters, of the
+            bfloat16 and float16 parameters that it owns. The local optimizer updates the masters,
+            gradients are summed in float32 (in stage 1 DDP has already averaged them), and the
+            rounded parameters are sent. If you change a parameter in place, as load_state_dict()
+            does, its master follows; changes through `.data` are not noticed. Masters are part of
+            the state, as "master_param".
         cost: when sharding by parameter, a function of a parameter that returns what its update
-            costs; the ranks divide the total evenly. None: the number of elements as in torch's
-            class; for torch.optim.Muon, the operations of its iterations.
-        elementwise: declares that optimizer_class, if it is not one of torch's that are known to
-            be, is element-wise: its update of an element depends on nothing but that element's
-            gradient and state.
+            costs; the ranks divide the total evenly. None means the number of elements, as in
+            torch's class, and for torch.optim.Muon the number of operations.
+        elementwise: declares an optimizer_class that shardstep does not know to be element-wise:
+            its update of an element depends on nothing but that element's gradient and state.
         defaults: passed to optimizer_class.
     """
 
