@@ -141,17 +141,7 @@ format: .venv/format.stamp  ## Format the C++ and Python sources
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-check-docs: install .venv/docs.stamp  ## Build the documentation site into build/docs/html; fails at a warning or a dead link
-	@mkdir -p build/docs/doxygen
-	@doxygen docs/Doxyfile
-	@$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs build/docs/html
-	@$(BIN)/python docs/check_links.py build/docs/html
-
-test-docs: docs .venv/test.stamp  ## The same, and run or compile every code block of README and docs/
-	@$(NINJA) train_ddp
-	@SHARDSTEP_FULL=1 $(BIN)/python -m pytest -q tests/python/docs --deselect tests/python/docs/test_docs.py::test_the_site_builds
-
-format: .venv/format.stamp  ## Fail if a source is not formatted
+check-format: .venv/format.stamp  ## Fail if a source is not formatted
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
