@@ -74,6 +74,7 @@ class Stage:
 class Plan:
     stages: tuple[Stage, ...]
     update_share: float  # of the model, that a rank updates
+    buckets: int
 
     def link_bytes(self) -> float:
         return sum(stage.link for stage in self.stages)
@@ -82,7 +83,7 @@ class Plan:
         return sum(stage.messages for stage in self.stages)
 
     def seconds(self, cluster: Cluster, work: Work) -> float:
-        first = work.backward / work.buckets  # until a bucket is ready
+        first = work.backward / self.buckets  # until a bucket is ready
         overlapped = sum(s.seconds(cluster) for s in self.stages if s.overlaps)
         after = sum(s.seconds(cluster) for s in self.stages if not s.overlaps)
         backward = first + max(work.backward - first, overlapped)
@@ -101,7 +102,7 @@ def all_reduce(cluster: Cluster, work: Work) -> Stage:
 
 
 def ddp(cluster: Cluster, work: Work) -> Plan:
-    return Plan((all_reduce(cluster, work),), update_share=1)
+    return Plan((all_reduce(cluster, work),), 1, work.buckets)
 
 
 def torch_zero(cluster: Cluster, work: Work) -> Plan:
@@ -115,23 +116,34 @@ def torch_zero(cluster: Cluster, work: Work) -> Plan:
         chain=cluster.ranks * depth,
         busy=reached / depth,
     )
-    return Plan((all_reduce(cluster, work), broadcasts), update_share=1 / cluster.ranks)
+    return Plan((all_reduce(cluster, work), broadcasts), 1 / cluster.ranks, work.buckets)
+
+
+def our_bucket(cluster: Cluster, work: Work) -> float:
+    """default_bucket_cap_mb of src/shard/engine_options.cpp, in bytes."""
+    return max(work.bucket, min(2**28, 2**18 * cluster.ranks))
+
+
+def our_buckets(cluster: Cluster, work: Work) -> int:
+    return max(1, round(work.bytes / our_bucket(cluster, work)))
 
 
 def pairwise(cluster: Cluster, work: Work) -> Plan:
     """What each rank owns, between every two ranks: gradients there, parameters back."""
     link = work.bytes * cluster.ranks_each * (cluster.hosts - 1) / cluster.hosts
-    gradients = Stage(link, work.buckets * (cluster.ranks - 1), overlaps=True)
+    buckets = our_buckets(cluster, work)
+    gradients = Stage(link, buckets * (cluster.ranks - 1), overlaps=True)
     parameters = Stage(link, cluster.ranks - 1)
-    return Plan((gradients, parameters), update_share=1 / cluster.ranks)
+    return Plan((gradients, parameters), 1 / cluster.ranks, buckets)
 
 
 def hierarchical(cluster: Cluster, work: Work) -> Plan:
     """What each host owns, between every two hosts; a rank speaks with one rank of each."""
     link = work.bytes * (cluster.hosts - 1) / cluster.hosts
-    gradients = Stage(link, work.buckets * (cluster.hosts - 1), overlaps=True)
+    buckets = our_buckets(cluster, work)
+    gradients = Stage(link, buckets * (cluster.hosts - 1), overlaps=True)
     parameters = Stage(link, cluster.hosts - 1)
-    return Plan((gradients, parameters), update_share=1 / cluster.ranks)
+    return Plan((gradients, parameters), 1 / cluster.ranks, buckets)
 
 
 PLANS: dict[str, Callable[[Cluster, Work], Plan]] = {

@@ -19,6 +19,8 @@ memory matters too. Columns:
   link       MB that a host sent over its link per iteration, by the interface's counter
   loss       after the last timed iteration, the ranks' mean: all but compute alone must agree
 
+With --trials, all rows of a case take turns in one match, and no memory is read.
+
 Medians over turns; PSS is the largest. MB are 10^6 bytes. DeepSpeed is installed into
 build/peers-deepspeed on first use. What cannot run here is skipped, with the reason.
 """
@@ -30,6 +32,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -42,6 +45,7 @@ from contest import (
     ONE_HOST_ROWS,
     ROWS,
     TINY_ROWS,
+    TRIALS,
     Case,
     Hosts,
     Row,
@@ -67,6 +71,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--hosts", type=Hosts.parse, nargs="*", default=[Hosts.parse(case) for case in cases],
         help=f"hosts x ranks @ Gbit/s (default {' '.join(cases)})")  # fmt: skip
     add("--tiny", action=argparse.BooleanOptionalAction, default=True, help="100 x Linear(64)")
+    add("--trials", nargs="*", choices=TRIALS, metavar="NAME",
+        help="only the lines of README's table of hosts: each name takes one to three minutes; "
+        f"of {', '.join(TRIALS)} (default all)")  # fmt: skip
     known = ", ".join(ROWS)
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {known}")
     add("--layers", type=int, default=20, help="fewer for a quick look (default 20)")
@@ -122,6 +129,23 @@ class Arena:
             record.pss[row.name] = max(pss, record.pss.get(row.name, 0))
 
 
+def hold_trial(arena: Arena, record: report.Record) -> None:
+    """All rows of the case in one match. No memory is read."""
+    iterations = 40 if arena.case.model == "tiny" else 1
+    slow = arena.case.hosts is not None and arena.case.hosts.gbit <= 1
+    turns = arena.arguments.link_turns if slow else arena.arguments.turns
+    with contextlib.ExitStack() as stack:
+        rows = [ROWS[key] for key in arena.case.rows]
+        field = {row.name: stack.enter_context(arena.ranks_of(row)) for row in rows}
+        for ranks in field.values():
+            ranks.iterate(WARM_UP)
+        names = list(field)
+        for turn in range(2 * turns):
+            order = names[turn % len(names) :] + names[: turn % len(names)]
+            record.turns.append({name: field[name].iterate(iterations) for name in order})
+    progress(f"peers: {arena.case} (load {os.getloadavg()[0]:.1f})")
+
+
 def run_case(arena: Arena, record: report.Record) -> None:
     """A row that fails is left out."""
     rows = [ROWS[key] for key in arena.case.rows]
@@ -160,13 +184,45 @@ def run_cases(
     for ranks in arguments.ranks:
         run(Case(ranks, None, chosen(ONE_HOST_ROWS), arguments.layers), Place([[]] * ranks, "lo"))
     for hosts in arguments.hosts:
+        with place_of(hosts) as place:
+            if place:
+                ranks = hosts.count * hosts.ranks_each
+                run(Case(ranks, hosts, chosen(LINK_ROWS), arguments.layers), place)
+
+
+@contextlib.contextmanager
+def place_of(hosts: Hosts) -> Iterator[Place | None]:
+    """None where hosts are not permitted."""
+    with contextlib.ExitStack() as stack:
         try:
-            with link.linked_hosts(hosts.count, hosts.gbit) as made:
-                prefixes = [host.prefix() for host in made for _ in range(hosts.ranks_each)]
-                place = Place(prefixes, link.INTERFACE, lambda: [h.bytes_sent() for h in made])
-                run(Case(len(prefixes), hosts, chosen(LINK_ROWS), arguments.layers), place)
+            made = stack.enter_context(link.linked_hosts(hosts.count, hosts.gbit))
         except link.NotPermitted as error:
             progress(f"peers: {hosts} is skipped: {error}")
+            yield None
+            return
+        prefixes = [host.prefix() for host in made for _ in range(hosts.ranks_each)]
+        yield Place(prefixes, link.INTERFACE, lambda: [host.bytes_sent() for host in made])
+
+
+def run_trials(
+    arguments: argparse.Namespace,
+    environments: dict[bool, Environment],
+    records: dict[Case, report.Record],
+) -> None:
+    for name in arguments.trials or TRIALS:
+        case = TRIALS[name].case(arguments.layers)
+        with place_of(case.hosts) if case.hosts else local_place(case.ranks) as place:
+            if not place:
+                continue
+            records[case] = report.Record()
+            try:
+                hold_trial(Arena(case, place, environments, arguments), records[case])
+            except RanksFailed as error:
+                progress(f"peers: {case} is left out, {error}")
+
+
+def local_place(ranks: int) -> contextlib.nullcontext[Place]:
+    return contextlib.nullcontext(Place([[]] * ranks, "lo"))
 
 
 def main() -> None:
@@ -175,7 +231,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     keys = [key for key in ROWS if key in arguments.rows or ROWS[key] is BASE]
     environments = {False: Environment(Path(sys.executable), {})}
-    if any(ROWS[key].deepspeed for key in keys):
+    if arguments.trials is None and any(ROWS[key].deepspeed for key in keys):
         try:
             environments[True] = deepspeed_environment.prepare()
         except deepspeed_environment.NotInstalled as error:
@@ -185,7 +241,10 @@ def main() -> None:
     records: dict[Case, report.Record] = {}
     stopped = False
     try:
-        run_cases(arguments, keys, environments, records)
+        if arguments.trials is None:
+            run_cases(arguments, keys, environments, records)
+        else:
+            run_trials(arguments, environments, records)
     except KeyboardInterrupt:
         stopped = True
         progress("peers: stopped; this is what was measured until then")

@@ -29,6 +29,11 @@ OURS_ONE_COPY = Row(
     {**OURS, "exchange": "shared_memory", "share_parameters": True},
 )
 OURS_PAIRWISE = Row("ours, stage 2, pairwise", "zero", {**OURS, "exchange": "pairwise"})
+OURS_PAIRWISE_BY_PARAMETER = Row(
+    "ours, stage 2, pairwise, by parameter",
+    "zero",
+    {**OURS, "exchange": "pairwise", "sharding": "parameter"},
+)
 OURS_OVERLAP = Row(
     "ours, stage 2, pairwise, overlap_forward",
     "zero",
@@ -47,6 +52,7 @@ OURS_SHARED_BF16 = Row(
 # Whatever fits the hosts.
 OURS_BY_ELEMENT = Row("ours, stage 2, by element", "zero", OURS)
 OURS_BY_PARAMETER = Row("ours, stage 2, by parameter", "zero", {**OURS, "sharding": "parameter"})
+OURS_8_BITS = Row("ours, stage 2, 8-bit gradients", "zero", {**OURS, "gradient_dtype": "int8"})
 OURS_ONE_COPY_PER_HOST = Row(
     "ours, stage 2, one copy per host", "zero", {**OURS, "share_parameters": True}
 )
@@ -66,18 +72,22 @@ ROWS = {
     "ours-one-copy": OURS_ONE_COPY,
     "ours-shared-bf16": OURS_SHARED_BF16,
     "ours-pairwise": OURS_PAIRWISE,
+    "ours-pairwise-parameter": OURS_PAIRWISE_BY_PARAMETER,
     "ours-overlap": OURS_OVERLAP,
     "ours-bf16": OURS_BF16,
     "ours-element": OURS_BY_ELEMENT,
     "ours-parameter": OURS_BY_PARAMETER,
+    "ours-8-bits": OURS_8_BITS,
     "ours-one-copy-per-host": OURS_ONE_COPY_PER_HOST,
 }
 ONE_HOST_ROWS = tuple(
-    key for key, row in ROWS.items() if row not in (OURS_BY_ELEMENT, OURS_ONE_COPY_PER_HOST)
+    key
+    for key, row in ROWS.items()
+    if row not in (OURS_BY_ELEMENT, OURS_8_BITS, OURS_ONE_COPY_PER_HOST)
 )
 LINK_ROWS = (
     *("ddp-fused", "zero-fused", "fsdp2", "ours-element", "ours-parameter"),
-    *("ours-one-copy-per-host", "ours-overlap", "ours-bf16"),
+    *("ours-one-copy-per-host", "ours-overlap", "ours-bf16", "ours-8-bits"),
 )
 TINY_ROWS = ("ddp-fused", "zero-fused", "ours-pairwise")
 
@@ -116,6 +126,10 @@ class Case:
     layers: int
     model: str = "linear"
 
+    def model_bytes(self) -> int:
+        width = 64 if self.model == "tiny" else 2000
+        return 4 * self.layers * (width + 1) * width
+
     @property
     def place(self) -> str:
         if self.model == "tiny":
@@ -133,7 +147,8 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A ratio that the design asks for: of times, faster is more; of memory, less is less."""
+    """A ratio that the design asks for: of times, faster is more; of memory, less is less; of bytes
+    over a host's link, against the least that it must carry."""
 
     what: str
     row: Row
@@ -141,6 +156,7 @@ class Goal:
     place: str = "one host"
     times: float | None = None
     memory: float | None = None
+    link: float | None = None
     ranks: tuple[int, ...] | None = None  # None: any
 
 
@@ -148,6 +164,7 @@ GOALS = (
     Goal("stage 2, same host", OURS_SHARED, TORCH_ZERO_FUSED, times=2.0),
     Goal("stage 2, same host", OURS_SHARED, DDP_FUSED, times=1.6),
     Goal("stage 2, sockets", OURS_PAIRWISE, TORCH_ZERO_FUSED, times=1.3),
+    Goal("stage 2, sockets, by parameter", OURS_PAIRWISE_BY_PARAMETER, TORCH_ZERO_FUSED, times=1.3),
     Goal("100 x Linear(64), sockets", OURS_PAIRWISE, DDP_FUSED, "tiny", times=1.0),
     Goal("stage 2, by element", OURS_BY_ELEMENT, DDP_FUSED, "2x1@1", times=1.05),
     Goal("stage 2, by parameter", OURS_BY_PARAMETER, DDP_FUSED, "2x1@1", times=1.05),
@@ -157,12 +174,46 @@ GOALS = (
     Goal("stage 2, by parameter", OURS_BY_PARAMETER, DDP_FUSED, "2x2@1", times=1.5),
     Goal("stage 2, by parameter", OURS_BY_PARAMETER, TORCH_ZERO_FUSED, "2x2@1", times=3.1),
     Goal("stage 2, by element", OURS_BY_ELEMENT, DDP_FUSED, "3x2@1", times=1.5),
+    Goal("8-bit gradients", OURS_8_BITS, OURS_BY_ELEMENT, "2x1@1", times=1.4),
+    *(
+        Goal("bytes over a link", row, row, place, link=1.02)
+        for place in ("2x1@1", "2x2@1", "3x2@1")
+        for row in (OURS_BY_ELEMENT, OURS_BY_PARAMETER)
+    ),
     Goal("stage 1", OURS_STAGE_1, TORCH_ZERO_FUSED, times=1.0, ranks=(2,)),
     Goal("stage 1", OURS_STAGE_1, TORCH_ZERO_FUSED, times=1.2, ranks=(4,)),
     Goal("stage 2, same host", OURS_SHARED, DDP_FUSED, memory=0.55, ranks=(2,)),
     Goal("stage 2, sockets", OURS_PAIRWISE, DDP_FUSED, memory=0.55, ranks=(2,)),
     Goal("shared parameters", OURS_ONE_COPY, DDP_FUSED, memory=0.45, ranks=(2,)),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A line of the table of hosts in README: rows that take turns in one match."""
+
+    rows: tuple[str, ...]
+    hosts: str | None = None
+    ranks: int = 2  # on one host
+    model: str = "linear"
+
+    def case(self, layers: int) -> Case:
+        hosts = Hosts.parse(self.hosts) if self.hosts else None
+        ranks = hosts.count * hosts.ranks_each if hosts else self.ranks
+        return Case(ranks, hosts, self.rows, 100 if self.model == "tiny" else layers, self.model)
+
+
+SOCKETS = ("zero-fused", "ours-pairwise", "ours-pairwise-parameter")
+TRIALS = {
+    "2x2": Trial(("ddp-fused", "zero-fused", "ours-element", "ours-parameter"), "2x2@1"),
+    "2x1": Trial(("ddp-fused", "ours-element", "ours-parameter"), "2x1@1"),
+    "2x1@10": Trial(("ddp-fused", "ours-element"), "2x1@10"),
+    "3x2": Trial(("ddp-fused", "ours-element"), "3x2@1"),
+    "8-bits": Trial(("ours-element", "ours-8-bits"), "2x1@1"),
+    "tiny": Trial(("ddp-fused", "ours-pairwise"), model="tiny"),
+    "sockets-2": Trial(SOCKETS),
+    "sockets-4": Trial(SOCKETS, ranks=4),
+}
 
 
 def opponents(row: Row, place: str) -> list[Row]:

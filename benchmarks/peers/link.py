@@ -46,14 +46,10 @@ class Host:
         ip("-n", name, "link", "set", INTERFACE, "up")
         ip("-n", switch, "link", "set", f"host{number}", "addrgenmode", "none")
         ip("-n", switch, "link", "set", f"host{number}", "master", "switch", "up")
-        for namespace, device in ((name, INTERFACE), (switch, f"host{number}")):
-            if gbit is None:
-                continue
+        self._ends = ((name, INTERFACE), (switch, f"host{number}"))
+        if gbit is not None:
             # The burst holds a few of the 64 kB pieces that the kernel cuts into packets late.
-            burst = f"{max(256, int(256 * gbit))}kb"
-            shape = ["tbf", "rate", f"{gbit}gbit", "burst", burst, "latency", "20ms"]
-            inside = ["ip", "netns", "exec", namespace]
-            run([*inside, "tc", "qdisc", "add", "dev", device, "root", *shape])
+            self._shape(f"{gbit}gbit", f"{max(256, int(256 * gbit))}kb")
         unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._init = subprocess.Popen(
             ["ip", "netns", "exec", name, *unshare, "sh", "-c", "echo ready; exec sleep infinity"],
@@ -76,6 +72,15 @@ class Host:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         line = next(line for line in done.stdout.splitlines() if INTERFACE in line)
         return int(line.split(":")[1].split()[8])
+
+    def _shape(self, rate: str, burst: str) -> None:
+        shape = ["tbf", "rate", rate, "burst", burst, "latency", "20ms"]
+        for namespace, device in self._ends:
+            inside = ["ip", "netns", "exec", namespace]
+            run([*inside, "tc", "qdisc", "replace", "dev", device, "root", *shape])
+
+    def slow_link(self, mbit: float) -> None:
+        self._shape(f"{int(mbit * 1000)}kbit", "64kb")
 
     def cut_link(self) -> None:
         ip("-n", self._name, "link", "set", INTERFACE, "down")

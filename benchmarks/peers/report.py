@@ -1,6 +1,7 @@
 """From readings to tables, a plot and a verdict on the goals."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -61,12 +62,16 @@ def odd_losses(turns: Turns) -> list[str]:
     return sorted(odd)
 
 
+def known(form: str, value: float) -> str:
+    return "-" if math.isnan(value) else form.format(value)
+
+
 COLUMNS: dict[str, Callable[[Summary], str]] = {
     "iteration, ms": lambda s: f"{s['iteration']:.0f}",
-    f"x {BASE.name}": lambda s: f"{s['speed']:.2f}x",
+    f"x {BASE.name}": lambda s: known("{:.2f}x", s["speed"]),
     "step, ms": lambda s: f"{s['step']:.0f}",
     "CPU, ms": lambda s: f"{s['cpu']:.0f}",
-    "PSS, MB": lambda s: f"{s['pss'] / 1e6:.0f}",
+    "PSS, MB": lambda s: known("{:.0f}", s["pss"] / 1e6),
     "sent, MB": lambda s: f"{s['sent'] / 1e6:.0f}",
     "link, MB": lambda s: f"{s['link'] / 1e6:.0f}",
     "loss": lambda s: f"{s['loss']:.6g}",
@@ -87,11 +92,19 @@ def goals(records: dict[Case, Record], tables: dict[Case, Table]) -> str:
             if goal.times is not None:
                 measured, asked = speed(records[case].turns, *names), goal.times
                 what, met = "as fast", measured >= asked
+            elif goal.link is not None:
+                hosts = case.hosts.count
+                least = 2 * case.model_bytes() * (hosts - 1) / hosts
+                measured, asked = table[names[0]]["link"] / least, goal.link
+                what, met = "the least bytes", measured <= asked
+            elif names[0] not in records[case].pss or names[1] not in records[case].pss:
+                continue  # a trial does not read memory
             else:
                 measured, asked = table[names[0]]["pss"] / table[names[1]]["pss"], goal.memory
                 what, met = "memory", measured <= asked
             lines.append(
-                f"| {goal.what} | {goal.base.name} | {case} | {asked:.2f}x {what} "
+                f"| {goal.what} | {'-' if goal.link else goal.base.name} "
+                f"| {case} | {asked:.2f}x {what} "
                 f"| {measured:.2f}x | {'met' if met else 'missed'} |"
             )
     return "\n".join(head + lines) if lines else ""

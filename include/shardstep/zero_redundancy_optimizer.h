@@ -80,9 +80,9 @@ struct ZeroOptions {
   // A hook of zero_hooks.h runs the update inside DistributedDataParallel's backward pass; step()
   // only warns.
   TORCH_ARG(bool, overlap_with_ddp) = false;
-  // Maximum size of a bucket, the unit of communication, in MiB; 0 for no limit. Unset: 25 in stage
-  // 2 and no limit in stage 1, except on a device without parameters_as_bucket_view, where it
-  // is 25.
+  // Maximum size of a bucket, the unit of communication, in MiB; 0 for no limit. Unset: in stage 2
+  // 0.25 per rank, at least 25 and at most 256; no limit in stage 1, except on a device without
+  // parameters_as_bucket_view, where it is as in stage 2.
   TORCH_ARG(std::optional<double>, bucket_cap_mb);
   // Stage 2, parameters on the CPU: the ranks of each host share one copy of the parameters.
   // REQUIRES: no rank changes parameters by itself, and none reads them while another is in step().
@@ -97,8 +97,10 @@ struct ZeroOptions {
   // step() copies rank 0's buffers of the module to every rank, as DistributedDataParallel does
   // before the next forward.
   TORCH_ARG(bool, broadcast_buffers) = true;
-  // Stage 2: kBFloat16 or kHalf. Wider gradients are rounded to it and sent at half the width;
-  // their owner sums them in their own dtype.
+  // Stage 2: kBFloat16, kHalf or kChar. Wider gradients are rounded to it and sent at that width;
+  // their owner sums them in their own dtype. kChar stands for blocks of 256 elements with one
+  // float32 scale each: an element is off by at most 1/254 of the largest of its block, and a block
+  // with an inf or NaN arrives as NaN. Between hosts of several ranks, the hosts' sums are rounded.
   TORCH_ARG(std::optional<at::ScalarType>, gradient_dtype);
   // kFloat: each rank keeps float32 copies, the masters, of the bfloat16 and float16 parameters
   // that it owns. The local optimizer updates the masters, gradients are summed in float32 (in

@@ -286,6 +286,7 @@ void bind_engine(py::module_& module) {
   bind_gradients(module);
   module.def("partition", wrap_pybind_function_no_gil(partition), py::arg("sharding"),
              py::arg("world_size"), py::arg("bucket_cap_bytes"), py::arg("params"));
+  module.def("default_bucket_cap_mb", &default_bucket_cap_mb, py::arg("world_size"));
   py::class_<ShardEngine, std::shared_ptr<ShardEngine>>(module, "ShardEngine")
       .def(py::init(wrap_pybind_function(
                [](ProcessGroupPtr group, int stage, const std::string& sharding,

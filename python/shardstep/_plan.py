@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from shardstep._C import partition
+from shardstep._C import default_bucket_cap_mb, partition
 from shardstep._elementwise import is_known_elementwise
 from shardstep._plan_model import Model, Param, Sizes, StateSize, sizes_of
 
-BUCKET_MB = 25.0  # the optimizer's default in stage 2
 # What a rank needs to move parts in shared memory: 24 slots for gradients and 4 for parameters.
 STAGING_BYTES = (24 + 4) * 512 * 1024
 DDP_BUCKET_BYTES = 25 * 1024 * 1024
@@ -253,7 +252,7 @@ class _Model:
     ) -> tuple[list[list[tuple[int, float]]], float]:
         """By rank: the parameters that it owns, and which part of each; the largest bucket."""
         by_element = method.stage2 and self.elementwise
-        cap = int(BUCKET_MB * 1024 * 1024) if method.stage2 else 0
+        cap = int(default_bucket_cap_mb(world_size) * 1024 * 1024) if method.stage2 else 0
         if params and params[0].shape is None:  # only the size is known
             return [[(0, 1 / world_size)]], min(cap, params[0].nbytes)
         kinds = {dtype: kind for kind, dtype in enumerate({param.dtype for param in params})}
@@ -280,7 +279,10 @@ class _Model:
             sent = sum(self._sent_bytes(param) for param in params)
             # Ranks that share parameters send them to other hosts only.
             own = total * (other_hosts / per_host if method.shares_parameters else others)
-            return Traffic(sent * others, own, sent * other_hosts, total * other_hosts)
+            # A host of several ranks sends their sum, for masters in float32.
+            wide = method.masters and per_host > 1 and self.gradient_dtype is None
+            between = sum(4 * param.numel for param in params) if wide else sent
+            return Traffic(sent * others, own, between * other_hosts, total * other_hosts)
         ring = 2 * total * others
         copies = per_host if not method.ours else 1
         return Traffic(
@@ -290,10 +292,11 @@ class _Model:
             total * other_hosts * copies if method.zero else 0.0,
         )
 
-    def _sent_bytes(self, param: Param) -> int:
-        width = param.dtype.itemsize
+    def _sent_bytes(self, param: Param) -> float:
+        width: float = param.dtype.itemsize
         if self.gradient_dtype is not None and param.dtype.is_floating_point:
-            width = min(width, self.gradient_dtype.itemsize)
+            scales = 4 / 256 if self.gradient_dtype == torch.int8 else 0  # one per block
+            width = min(width, self.gradient_dtype.itemsize + scales)
         return param.numel * width
 
 

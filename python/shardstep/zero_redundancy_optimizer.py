@@ -113,8 +113,8 @@ class ZeroRedundancyOptimizer(
             Gloo shared memory if all ranks are on one host, pairwise if every rank is alone on its
             host, else hierarchical; on other backends native.
         bucket_cap_mb: maximum size of a bucket, the unit of communication, in MiB; 0 for no limit.
-            None means 25 in stage 2 and no limit in stage 1, except on a device without
-            parameters_as_bucket_view, where it means 25 too.
+            None means 0.25 per rank, at least 25 and at most 256, in stage 2; no limit in stage 1,
+            except on a device without parameters_as_bucket_view, where it is as in stage 2.
         share_parameters: in stage 2, with parameters on the CPU: the ranks of each host share one
             copy of the parameters. Requires that no rank changes parameters by itself, and that
             none reads them while another is in step().
@@ -129,8 +129,11 @@ class ZeroRedundancyOptimizer(
             buffers the same on all ranks.
         broadcast_buffers: copies rank 0's buffers of the module to every rank in each step(). (DDP
             does so before the next forward.)
-        gradient_dtype: in stage 2, torch.bfloat16 or torch.float16. Wider gradients are rounded to
-            it and sent at half the width; their owner sums them in their own dtype.
+        gradient_dtype: in stage 2, torch.bfloat16, torch.float16 or torch.int8. Wider gradients are
+            rounded to it and sent at that width; their owner sums them in their own dtype. int8
+            stands for blocks of 256 elements with one float32 scale each, 1.016 bytes per element:
+            an element is off by at most 1/254 of the largest of its block, and a block with an
+            inf or NaN arrives as NaN. Between hosts of several ranks, the hosts' sums are rounded.
         master_dtype: torch.float32 makes each rank keep float32 copies, the masters, of the
             bfloat16 and float16 parameters that it owns. The local optimizer updates the masters,
             gradients are summed in float32 (in stage 1 DDP has already averaged them), and the

@@ -31,7 +31,7 @@ std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, co
                                           int to, MessageTag tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_);
   if (rank() != to) {
-    traffic_.bytes_sent += detail::send(group_, *pending, own, to, message_tag(tag));
+    traffic_ += detail::send(group_, *pending, own, to, message_tag(tag));
     return pending;
   }
   for (int from = 0; from < world_size(); ++from) {
@@ -46,7 +46,7 @@ std::unique_ptr<Pending> Exchange::transfer(const std::vector<at::Tensor>& tenso
                                             int to, MessageTag tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_);
   if (rank() == from) {
-    traffic_.bytes_sent += detail::send(group_, *pending, tensors, to, message_tag(tag));
+    traffic_ += detail::send(group_, *pending, tensors, to, message_tag(tag));
   } else if (rank() == to) {
     traffic_.bytes_received += detail::receive(group_, *pending, tensors, from, message_tag(tag));
   }

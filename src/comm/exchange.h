@@ -39,17 +39,34 @@ class SHARDSTEP_API Pending {
   virtual void wait() = 0;
 };
 
+// Messages to other ranks.
+struct Sent {
+  int64_t bytes = 0;
+  int64_t messages = 0;
+};
+
 // What this rank has moved so far.
 struct Traffic {
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
+  int64_t messages_sent = 0;  // not counting what a backend's collectives send
+
+  Traffic& operator+=(const Sent& sent) {
+    bytes_sent += sent.bytes;
+    messages_sent += sent.messages;
+    return *this;
+  }
 };
 
 struct ReductionOptions {
   std::vector<int64_t> numel;  // how many elements each rank owns
   at::TensorOptions tensor;    // dtype and device of the sum
-  // What is summed is first rounded to this dtype, unless it has it already, and sent in it. Ranks
-  // round what they own too, so that a sum does not depend on who owns it.
+  // The dtype of what is posted. Unset: the sum's.
+  std::optional<at::ScalarType> posted = std::nullopt;
+  // What is summed is first rounded to this dtype, unless it has it already, and sent in it; kChar
+  // stands for 8-bit blocks (gradient_blocks.h). Ranks round what they own too, so that a sum does
+  // not depend on who owns it. Unset: sent as it is. The hierarchical exchange sums what is posted
+  // as it is inside a host, and rounds the hosts' sums.
   std::optional<at::ScalarType> wire = std::nullopt;
   MessageTag tag = MessageTag::bucket(0);
   double divisor = 1;
@@ -59,8 +76,7 @@ struct ReductionOptions {
 class SHARDSTEP_API Reduction {
  public:
   virtual ~Reduction() = default;
-  // Starts a round: parts[r], in the dtype of the sum or of the wire, goes to rank r. They are
-  // released as soon as they are not needed.
+  // Starts a round: parts[r] goes to rank r. They are released as soon as they are not needed.
   // `squares` requests squares(). REQUIRES: finish() ended the last round.
   virtual void post(Parts parts, bool squares) = 0;
   // Whether finish() would return at once; waits for that for at most `patience`.

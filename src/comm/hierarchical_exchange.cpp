@@ -10,6 +10,7 @@
 #include "comm/pending_works.h"
 #include "comm/shared/piece_ring.h"
 #include "comm/shared/shared_keys.h"
+#include "comm/shared/summed_reduction.h"
 #include "comm/worker.h"
 
 namespace shardstep::detail {
@@ -27,55 +28,6 @@ Parts as_bytes(const std::vector<const Parts*>& buckets, int world_size) {
   }
   return bytes;
 }
-
-class HierarchicalReduction : public Reduction {
- public:
-  HierarchicalReduction(HostSums& sums, int rank, int message_tag, const ReductionOptions& options)
-      : sums_(sums),
-        tag_(options.tag),
-        message_tag_(message_tag),
-        options_{.divisor = options.divisor, .rounded_to = options.wire},
-        rank_(rank),
-        total_(at::empty({options.numel[rank]}, options.tensor)) {}
-
-  void post(Parts parts, bool squares) override {
-    options_.squares = squares;
-    sum_ = sums_.start(parts, tag_, message_tag_, side_by_side(parts[rank_], total_), options_);
-  }
-
-  bool ready(std::chrono::milliseconds patience) override {
-    return sums_.done_by(*sum_, std::chrono::steady_clock::now() + patience);
-  }
-
-  at::Tensor finish() override {
-    sums_.finish(*sum_);
-    return total_;
-  }
-
-  std::optional<double> squares() const override {
-    return options_.squares ? std::optional(sum_->squares()) : std::nullopt;
-  }
-
- private:
-  HostSums& sums_;
-  MessageTag tag_;
-  int message_tag_;
-  SumOptions options_;
-  int rank_;
-  at::Tensor total_;
-  std::shared_ptr<HostSum> sum_;
-};
-
-class PendingHostSum : public Pending {
- public:
-  PendingHostSum(HostSums& sums, std::shared_ptr<HostSum> sum)
-      : sums_(sums), sum_(std::move(sum)) {}
-  void wait() override { sums_.finish(*sum_); }
-
- private:
-  HostSums& sums_;
-  std::shared_ptr<HostSum> sum_;
-};
 
 // A gather of which this rank has published what it owns, and receives what it speaks for.
 class PendingHostGather : public Pending {
@@ -135,13 +87,19 @@ class HierarchicalExchange : public Exchange {
 
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
                                           double divisor) override {
-    return std::make_unique<PendingHostSum>(
-        sums(), sums().start(parts, tag, message_tag(tag), parts[rank()], {.divisor = divisor}));
+    const HostSums::Setting setting{.tag = tag, .message_tag = message_tag(tag)};
+    return std::make_unique<PendingSum<HostSums, HostSum>>(
+        sums(), sums().start(setting, parts, parts[rank()], {.divisor = divisor}));
   }
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override {
-    return std::make_unique<HierarchicalReduction>(sums(), rank(), message_tag(options.tag),
-                                                   options);
+    const HostSums::Setting setting{.tag = options.tag,
+                                    .message_tag = message_tag(options.tag),
+                                    .dtype = options.tensor.dtype().toScalarType()};
+    const auto start = [&sums = sums(), setting](const auto&... arguments) {
+      return sums.start(setting, arguments...);
+    };
+    return std::make_unique<SummedReduction<HostSums, HostSum>>(sums(), rank(), options, start);
   }
 
   at::Tensor make_shared(int64_t numel, const at::TensorOptions& options) override {
@@ -201,9 +159,8 @@ void HierarchicalExchange::send_errands(const Parts& bytes, PendingWorks& pendin
     if (host == shared_->host()) continue;
     for (const auto& errand : errands(host, bytes)) {
       if (errand.owner != rank()) continue;
-      traffic_.bytes_sent +=
-          send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end), errand.speaker,
-               message_tag(tag));
+      traffic_ += send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end),
+                       errand.speaker, message_tag(tag));
     }
   }
 }
@@ -306,9 +263,8 @@ void HierarchicalExchange::send_chunks(const Parts& bytes, PendingWorks& pending
       if (c >= chunks.size()) continue;
       for (const auto& errand : chunks[c]) {
         if (errand.owner != rank()) continue;
-        traffic_.bytes_sent +=
-            send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end), errand.speaker,
-                 message_tag(MessageTag::bucket(0)));
+        traffic_ += send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end),
+                         errand.speaker, message_tag(MessageTag::bucket(0)));
       }
     }
   }

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "comm/agreement.h"
+#include "comm/gradient_blocks.h"
 #include "comm/shared/shared_keys.h"
 
 namespace shardstep::detail {
@@ -10,8 +11,13 @@ namespace {
 
 constexpr int64_t kLineBytes = 64, kMarginBytes = 64 << 10;
 
-std::vector<Errand> errands_for(const Hosts& hosts, size_t host, const std::vector<int64_t>& numel,
-                                int64_t element_size) {
+std::vector<Errand> errands_for(const Hosts& hosts, size_t host, const Parts& parts) {
+  std::vector<int64_t> numel;
+  int64_t element_size = 1;
+  for (const auto& part : parts) {
+    numel.push_back(numel_of(part));
+    if (!part.empty()) element_size = part.front().element_size();
+  }
   return errands_of_host(hosts, host, numel, std::max<int64_t>(1, kLineBytes / element_size),
                          kMarginBytes / element_size);
 }
@@ -39,59 +45,74 @@ Parts HostSums::parts_on_host(const Parts& parts, const std::vector<Errand>& err
   return on_host;
 }
 
-std::shared_ptr<HostSum> HostSums::start(const Parts& parts, MessageTag tag, int message_tag,
+// What a host's sum is taken in. That of a single rank is what it has posted.
+at::ScalarType HostSums::sum_dtype(size_t host, at::ScalarType posted,
+                                   const Setting& setting) const {
+  return shared_->hosts().ranks[host].size() == 1 ? posted : setting.dtype.value_or(posted);
+}
+
+std::shared_ptr<HostSum> HostSums::start(const Setting& setting, const Parts& parts,
                                          const std::vector<at::Tensor>& into,
                                          const SumOptions& options) {
   at::NoGradGuard no_grad;
   auto sum = std::make_shared<HostSum>();
-  sum->tag_ = message_tag;
+  sum->tag_ = setting.message_tag;
   sum->options_ = options;
   sum->into_ = into;
   sum->own_numel_ = numel_of(into);
-  std::vector<int64_t> numel;
   at::Tensor like;
   for (const auto& part : parts) {
-    numel.push_back(numel_of(part));
     if (!part.empty()) like = part.front();
   }
   std::vector<Errand> errands;
   if (like.defined()) {
-    errands = errands_for(shared_->hosts(), shared_->host(), numel, like.element_size());
-    receive_sums(*sum, numel, like);
+    errands = errands_for(shared_->hosts(), shared_->host(), parts);
+    receive_sums(*sum, setting, parts, like);
   }
   std::vector<at::Tensor> host_into;
   for (const auto& errand : errands) {
     if (errand.speaker != group_->getRank()) continue;
-    const auto memory = scratch_->take(errand.size(), like.options());
-    sum->send_memory_.push_back(memory);
-    sum->to_send_.push_back({errand, memory.narrow(0, 0, errand.size())});
-    const auto views =
-        side_by_side(range_of(parts[errand.owner], errand.begin, errand.end), memory);
-    host_into.insert(host_into.end(), views.begin(), views.end());
+    const auto dtype = sum_dtype(shared_->host(), like.scalar_type(), setting);
+    const auto memory = scratch_->take(errand.size(), like.options().dtype(dtype));
+    const auto sums = side_by_side(range_of(parts[errand.owner], errand.begin, errand.end), memory);
+    host_into.insert(host_into.end(), sums.begin(), sums.end());
+    sum->to_send_.push_back({errand.owner, memory, sums});
   }
   host_into.insert(host_into.end(), into.begin(), into.end());
-  sum->on_host_ = on_host_.start(parts_on_host(parts, errands), tag, host_into,
-                                 {.rounded_to = options.rounded_to});
+  sum->on_host_ = on_host_.start(setting.tag, parts_on_host(parts, errands), host_into, {});
   under_way_.push_back(sum);
   progress();
   return sum;
 }
 
 // What other hosts add to what this rank owns.
-void HostSums::receive_sums(HostSum& sum, const std::vector<int64_t>& numel,
+void HostSums::receive_sums(HostSum& sum, const Setting& setting, const Parts& parts,
                             const at::Tensor& like) {
   const auto& hosts = shared_->hosts();
   sum.arriving_ = std::make_shared<PendingWorks>(group_);
   sum.received_.resize(hosts.count());
   if (sum.own_numel_ == 0) return;
-  const auto dtype = sum.options_.rounded_to.value_or(like.scalar_type());
+  const auto& wire = sum.options_.rounded_to;
+  const bool in_blocks = is_in_blocks(wire);
   for (size_t host = 0; host < hosts.count(); ++host) {
     if (host == shared_->host()) continue;
-    sum.received_[host] = scratch_->take(sum.own_numel_, like.options().dtype(dtype));
-    for (const auto& errand : errands_for(hosts, host, numel, like.element_size())) {
+    auto& [sums, memory, messages] = sum.received_[host];
+    const auto dtype =
+        in_blocks ? at::kFloat : wire.value_or(sum_dtype(host, like.scalar_type(), setting));
+    sums = scratch_->take(sum.own_numel_, like.options().dtype(dtype));
+    memory.push_back(sums);
+    for (const auto& errand : errands_for(hosts, host, parts)) {
       if (errand.owner != group_->getRank()) continue;
-      const auto range = sum.received_[host].narrow(0, errand.begin, errand.size());
-      traffic_.bytes_received += receive(group_, *sum.arriving_, {range}, errand.speaker, sum.tag_);
+      auto message = sums.narrow(0, errand.begin, errand.size());
+      if (in_blocks) {
+        auto into = side_by_side(range_of(sum.into_, errand.begin, errand.end), message);
+        const int64_t bytes = bytes_in_blocks(into);
+        memory.push_back(scratch_->take(bytes, like.options().dtype(at::kByte)));
+        message = memory.back().narrow(0, 0, bytes);
+        messages.push_back({message, std::move(into)});
+      }
+      traffic_.bytes_received +=
+          receive(group_, *sum.arriving_, {message}, errand.speaker, sum.tag_);
     }
   }
 }
@@ -114,14 +135,18 @@ bool HostSums::progress() {
 
 void HostSums::send_spoken(HostSum& sum) {
   auto sent = std::make_shared<PendingWorks>(group_);
-  for (const auto& [errand, host_sum] : sum.to_send_) {
-    const auto message = sum.options_.rounded_to ? host_sum.to(*sum.options_.rounded_to) : host_sum;
-    traffic_.bytes_sent += send(group_, *sent, {message}, errand.owner, sum.tag_);
+  const auto& wire = sum.options_.rounded_to;
+  std::vector<at::Tensor> memory;
+  for (const auto& [owner, host_memory, sums] : sum.to_send_) {
+    const auto whole = host_memory.narrow(0, 0, numel_of(sums));
+    const auto message = is_in_blocks(wire) ? to_blocks(sums) : wire ? whole.to(*wire) : whole;
+    traffic_ += send(group_, *sent, {message}, owner, sum.tag_);
+    memory.push_back(host_memory);
   }
   sum.to_send_.clear();
   // A failure shows where the message is received.
   sending_.run(
-      [sent, memory = std::move(sum.send_memory_), scratch = scratch_] {
+      [sent, memory = std::move(memory), scratch = scratch_] {
         sent->wait();
         scratch->give_back(memory);
         return 0.0;
@@ -129,31 +154,46 @@ void HostSums::send_spoken(HostSum& sum) {
       {sent});
 }
 
+// The sum over the hosts, of their sums as they travel. Returns the squares.
+double HostSums::add_hosts(const std::vector<HostSum::Received>& received,
+                           const std::vector<at::Tensor>& into, SumOptions options) {
+  const bool in_blocks = is_in_blocks(options.rounded_to);
+  // Without another host nothing has travelled.
+  if (in_blocks || received.size() == 1) options.rounded_to.reset();
+  for (const auto& host : received) {
+    for (const auto& [message, sums] : host.in_blocks) from_blocks(message, sums);
+  }
+  double squares = 0;
+  int64_t offset = 0;
+  for (const auto& part : into) {
+    if (part.numel() == 0) continue;
+    auto own = part;
+    if (in_blocks && received.size() > 1) {
+      own = at::empty_like(part, at::kFloat);
+      through_blocks(part, 0, own);
+    }
+    std::vector<at::Tensor> terms;
+    for (const auto& host : received) {
+      terms.push_back(host.sums.defined() ? host.sums.narrow(0, offset, part.numel()) : own);
+    }
+    squares += sum_in_rank_order(terms, part, options);
+    offset += part.numel();
+  }
+  return squares;
+}
+
 void HostSums::add_later(const HostSum& sum) {
   if (!sum.arriving_) {
     sum.total_->done.store(true, std::memory_order_release);
     return;
   }
-  auto options = sum.options_;
-  // The host's own sum is rounded as those that are sent.
-  if (sum.received_.size() == 1) options.rounded_to.reset();
   adding_.run(
-      [arriving = sum.arriving_, received = sum.received_, into = sum.into_, options,
+      [arriving = sum.arriving_, received = sum.received_, into = sum.into_, options = sum.options_,
        total = sum.total_, shared = shared_, scratch = scratch_] {
         try {
           arriving->wait();
-          int64_t offset = 0;
-          for (const auto& part : into) {
-            std::vector<at::Tensor> terms;
-            for (const auto& host : received) {
-              terms.push_back(host.defined() ? host.narrow(0, offset, part.numel()) : part);
-            }
-            if (part.numel() > 0) total->squares += sum_in_rank_order(terms, part, options);
-            offset += part.numel();
-          }
-          for (const auto& host : received) {
-            if (host.defined()) scratch->give_back({host});
-          }
+          total->squares = add_hosts(received, into, options);
+          for (const auto& host : received) scratch->give_back(host.memory);
         } catch (...) {
           total->error = std::current_exception();
           shared->give_up(message_of(total->error));

@@ -39,8 +39,19 @@ class HostSum {
     std::exception_ptr error;
   };
   struct Spoken {
-    Errand errand;
-    at::Tensor sum;  // the host's
+    int owner = 0;
+    at::Tensor memory;             // to give back
+    std::vector<at::Tensor> sums;  // the host's, side by side in it
+  };
+  // The messages of another host, and the sums that they hold: the same, unless in blocks.
+  struct Received {
+    at::Tensor sums;  // undefined for this host
+    std::vector<at::Tensor> memory;
+    struct InBlocks {
+      at::Tensor message;
+      std::vector<at::Tensor> into;
+    };
+    std::vector<InBlocks> in_blocks;
   };
 
   int tag_ = 0;  // c10d's
@@ -49,9 +60,8 @@ class HostSum {
   int64_t own_numel_ = 0;
   std::shared_ptr<PieceSum> on_host_;
   std::vector<Spoken> to_send_;
-  std::vector<at::Tensor> send_memory_;
   std::shared_ptr<PendingWorks> arriving_;  // other hosts' sums
-  std::vector<at::Tensor> received_;        // by host; undefined for this one
+  std::vector<Received> received_;          // by host
   std::shared_ptr<Total> total_ = std::make_shared<Total>();
 };
 
@@ -59,10 +69,15 @@ class HostSums {
  public:
   HostSums(ProcessGroupPtr group, std::shared_ptr<SharedMemory> shared, Traffic& traffic);
 
+  struct Setting {
+    MessageTag tag;
+    int message_tag = 0;                                 // c10d's
+    std::optional<at::ScalarType> dtype = std::nullopt;  // of sums; unset: that of the parts
+  };
   // Starts to sum parts[r] of all ranks on rank r, in `into`, which has a tensor for each of this
-  // rank's own and may be the same. `message_tag` is c10d's. REQUIRES: parts of one dtype; the last
-  // sum with this tag is finished.
-  std::shared_ptr<HostSum> start(const Parts& parts, MessageTag tag, int message_tag,
+  // rank's own and may be the same. REQUIRES: parts of one dtype; the last sum with this tag is
+  // finished.
+  std::shared_ptr<HostSum> start(const Setting& setting, const Parts& parts,
                                  const std::vector<at::Tensor>& into, const SumOptions& options);
   // Whether it is done by `end`.
   bool done_by(const HostSum& sum, std::chrono::steady_clock::time_point end);
@@ -71,9 +86,13 @@ class HostSums {
   bool progress();
 
  private:
-  void receive_sums(HostSum& sum, const std::vector<int64_t>& numel, const at::Tensor& like);
+  at::ScalarType sum_dtype(size_t host, at::ScalarType posted, const Setting& setting) const;
+  void receive_sums(HostSum& sum, const Setting& setting, const Parts& parts,
+                    const at::Tensor& like);
   Parts parts_on_host(const Parts& parts, const std::vector<Errand>& errands) const;
   void send_spoken(HostSum& sum);
+  static double add_hosts(const std::vector<HostSum::Received>& received,
+                          const std::vector<at::Tensor>& into, SumOptions options);
   void add_later(const HostSum& sum);
   bool is_done(const HostSum& sum);
 

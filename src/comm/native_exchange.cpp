@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "comm/gradient_blocks.h"
 #include "comm/pending_works.h"
 #include "comm/rank_order_sum.h"
 #include "failure_points.h"
@@ -205,24 +206,35 @@ class NativeExchange : public Exchange {
   // The backend would sum in the dtype that is sent, so the owner sums, in rank order.
   std::unique_ptr<Pending> reduce_rounded(const Parts& parts, at::ScalarType wire,
                                           const at::Tensor& into, double divisor) {
-    std::vector<at::Tensor> sent;
-    for (const auto& rank_parts : parts)
-      sent.insert(sent.end(), rank_parts.begin(), rank_parts.end());
     auto pending = std::make_unique<PendingWorks>(group_);
+    std::vector<at::Tensor> sent;
+    std::vector<int64_t> sent_numel;
+    for (const auto& rank_parts : parts) {
+      const auto message = is_in_blocks(wire) ? std::vector{to_blocks(rank_parts)} : rank_parts;
+      if (numel_of(message) > 0) sent.insert(sent.end(), message.begin(), message.end());
+      sent_numel.push_back(numel_of(message));
+    }
     if (sent.empty()) return pending;
-    auto sent_numel = numel_by_rank(parts);
-    std::vector<int64_t> received_numel(world_size(), into.numel());
-    at::Tensor input = at::cat(sent).to(wire);
-    at::Tensor output = at::empty({into.numel() * world_size()}, input.options());
+    const auto own = side_by_side(parts[rank()], into);
+    const int64_t numel = is_in_blocks(wire) ? bytes_in_blocks(own) : into.numel();
+    std::vector<int64_t> received_numel(world_size(), numel);
+    at::Tensor input = at::cat(sent);
+    if (!is_in_blocks(wire)) input = input.to(wire);
+    at::Tensor output = at::empty({numel * world_size()}, input.options());
     pending->add(all_to_all_single(*group_, output, input, received_numel, sent_numel),
                  "exchanging with all, as", rank());
     pending->keep({input, output});
-    pending->then([into, output, divisor, ranks = world_size()] {
+    pending->then([into, own, output, divisor, wire, numel, ranks = world_size()] {
+      if (numel == 0) return;
       std::vector<at::Tensor> terms;
       for (int rank = 0; rank < ranks; ++rank) {
-        terms.push_back(output.narrow(0, rank * into.numel(), into.numel()));
+        terms.push_back(output.narrow(0, rank * numel, numel));
       }
-      if (into.numel() > 0) sum_in_rank_order(terms, into, {.divisor = divisor});
+      if (is_in_blocks(wire)) {
+        sum_blocks_in_rank_order(terms, own, {.divisor = divisor});
+      } else {
+        sum_in_rank_order(terms, into, {.divisor = divisor});
+      }
     });
     traffic_.bytes_sent += static_cast<int64_t>(input.nbytes());
     traffic_.bytes_received += static_cast<int64_t>(output.nbytes());
@@ -337,7 +349,8 @@ class NativeReduction : public Reduction {
         options_(options),
         layout_(exchange.layout_of(options.numel, options.tensor.device())),
         rank_(rank) {
-    const bool in_place = layout_.equal && !options.wire;
+    wire_ = options.wire ? options.wire : options.posted;
+    const bool in_place = layout_.equal && !wire_;
     room_ = at::empty({in_place ? layout_.padded : options.numel[rank]}, options.tensor);
     sum_ = room_.narrow(0, 0, options.numel[rank]);
   }
@@ -350,8 +363,8 @@ class NativeReduction : public Reduction {
       if (auto* const last = std::exchange(exchange_.summing[sum_.device()], this))
         last->complete();
     }
-    if (options_.wire) {
-      pending_ = exchange_.reduce_rounded(parts, *options_.wire, sum_, options_.divisor);
+    if (wire_) {
+      pending_ = exchange_.reduce_rounded(parts, *wire_, sum_, options_.divisor);
       return;
     }
     exchange_.count_sum(parts);
@@ -386,7 +399,8 @@ class NativeReduction : public Reduction {
   ReductionOptions options_;
   FlatLayout layout_;
   int rank_;
-  at::Tensor room_;  // with padding
+  std::optional<at::ScalarType> wire_;  // unset: the sum's, and the backend sums
+  at::Tensor room_;                     // with padding
   at::Tensor sum_;
   std::unique_ptr<Pending> pending_;
 };

@@ -2,6 +2,7 @@
 
 #include <future>
 
+#include "comm/gradient_blocks.h"
 #include "comm/pending_works.h"
 #include "comm/rank_order_sum.h"
 #include "comm/scratch.h"
@@ -14,7 +15,7 @@ namespace {
 // One round of summing, from its messages on.
 struct Round {
   std::shared_ptr<PendingWorks> pending;
-  std::vector<at::Tensor> own;
+  std::vector<at::Tensor> own;  // as one message if they travel in blocks, and so is each received
   Parts received;
   std::vector<at::Tensor> memory;
   int64_t bytes = 0;  // of what this rank has given
@@ -23,21 +24,32 @@ struct Round {
     pending->wait();
     SHARDSTEP_FAILURE_POINT("pairwise sum: arrived");
     if (memory.empty()) return 0;  // nothing to own
+    if (is_in_blocks(options.rounded_to)) {
+      return sum_blocks_in_rank_order(terms(0, self), into, options);
+    }
     double squares = 0;
     for (size_t i = 0; i < own.size(); ++i) {
-      std::vector<at::Tensor> terms;
-      for (int rank = 0; rank < static_cast<int>(received.size()); ++rank) {
-        terms.push_back(rank == self ? own[i] : received[rank][i]);
-      }
-      squares += sum_in_rank_order(terms, into[i], options);
+      squares += sum_in_rank_order(terms(i, self), into[i], options);
     }
     return squares;
   }
+
+  // Number `i` of each rank.
+  std::vector<at::Tensor> terms(size_t i, int self) const {
+    std::vector<at::Tensor> terms;
+    for (int rank = 0; rank < static_cast<int>(received.size()); ++rank) {
+      terms.push_back(rank == self ? own[i] : received[rank][i]);
+    }
+    return terms;
+  }
 };
 
-// Copies, in one memory.
-std::vector<at::Tensor> rounded(const std::vector<at::Tensor>& parts, at::ScalarType dtype) {
-  if (parts.empty()) return {};
+// What is sent for parts: if they are rounded, copies in one memory.
+std::vector<at::Tensor> rounded(const std::vector<at::Tensor>& parts,
+                                std::optional<at::ScalarType> wire) {
+  if (parts.empty() || !wire || parts.front().scalar_type() == *wire) return parts;
+  if (is_in_blocks(wire)) return {to_blocks(parts)};
+  const auto dtype = *wire;
   const auto options = parts.front().options().dtype(dtype);
   auto copies = side_by_side_for_messages(parts, at::empty({numel_of(parts)}, options));
   for (size_t i = 0; i < parts.size(); ++i) copies[i].copy_(parts[i]);
@@ -61,7 +73,7 @@ class PairwiseExchange : public Exchange {
     SHARDSTEP_FAILURE_POINT("pairwise gather: receives");
     for (int distance = 1; distance < world_size(); ++distance) {
       const int target = (rank() + distance) % world_size();
-      traffic_.bytes_sent += send_messages(group_, *pending, messages, target, message_tag(tag));
+      traffic_ += send_messages(group_, *pending, messages, target, message_tag(tag));
     }
     return pending;
   }
@@ -97,17 +109,24 @@ class PairwiseExchange : public Exchange {
     for (int distance = 1; distance < world_size() && numel > 0; ++distance) {
       const int source = (rank() - distance + world_size()) % world_size();
       const auto options = round.own.front().options();
-      round.memory.push_back(scratch_->take(numel, wire ? options.dtype(*wire) : options));
-      round.received[source] = side_by_side_for_messages(round.own, round.memory.back());
+      if (is_in_blocks(wire)) {
+        const int64_t bytes = bytes_in_blocks(round.own);
+        round.memory.push_back(scratch_->take(bytes, options.dtype(at::kByte)));
+        round.received[source] = {round.memory.back().narrow(0, 0, bytes)};
+      } else {
+        round.memory.push_back(scratch_->take(numel, wire ? options.dtype(*wire) : options));
+        round.received[source] = side_by_side_for_messages(round.own, round.memory.back());
+      }
       traffic_.bytes_received +=
           receive(group_, *round.pending, round.received[source], source, message_tag(tag));
     }
     SHARDSTEP_FAILURE_POINT("pairwise sum: receives");
     for (int distance = 1; distance < world_size(); ++distance) {
       const int target = (rank() + distance) % world_size();
-      const auto sent = wire ? rounded(parts[target], *wire) : parts[target];
-      traffic_.bytes_sent += send(group_, *round.pending, sent, target, message_tag(tag));
+      traffic_ +=
+          send(group_, *round.pending, rounded(parts[target], wire), target, message_tag(tag));
     }
+    if (is_in_blocks(wire)) round.own = rounded(round.own, wire);
     return round;
   }
 

@@ -186,15 +186,17 @@ std::vector<at::Tensor> as_messages(const std::vector<at::Tensor>& tensors) {
   return messages;
 }
 
-int64_t send(const ProcessGroupPtr& group, PendingWorks& pending,
-             const std::vector<at::Tensor>& tensors, int to, int tag) {
+Sent send(const ProcessGroupPtr& group, PendingWorks& pending,
+          const std::vector<at::Tensor>& tensors, int to, int tag) {
   return send_messages(group, pending, as_messages(tensors), to, tag);
 }
 
-int64_t send_messages(const ProcessGroupPtr& group, PendingWorks& pending,
-                      const std::vector<at::Tensor>& messages, int to, int tag) {
+Sent send_messages(const ProcessGroupPtr& group, PendingWorks& pending,
+                   const std::vector<at::Tensor>& messages, int to, int tag) {
+  Sent sent{.bytes = bytes_of(messages)};
   for (const auto& message : messages) {
     for (const auto& piece : pieces(message)) {
+      ++sent.messages;
       std::vector<at::Tensor> one{piece};
       // Also fails here, if the connection is already closed.
       pending.add(
@@ -203,7 +205,7 @@ int64_t send_messages(const ProcessGroupPtr& group, PendingWorks& pending,
     }
   }
   pending.keep(messages);
-  return bytes_of(messages);
+  return sent;
 }
 
 int64_t receive(const ProcessGroupPtr& group, PendingWorks& pending,

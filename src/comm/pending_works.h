@@ -65,12 +65,12 @@ std::vector<at::Tensor> side_by_side_for_messages(const std::vector<at::Tensor>&
 // side.
 std::vector<at::Tensor> as_messages(const std::vector<at::Tensor>& tensors);
 
-// Starts messages for all tensors, which are contiguous. Returns their number of bytes. Both sides
-// pass the same sizes.
-int64_t send(const ProcessGroupPtr& group, PendingWorks& pending,
-             const std::vector<at::Tensor>& tensors, int to, int tag);
-int64_t send_messages(const ProcessGroupPtr& group, PendingWorks& pending,
-                      const std::vector<at::Tensor>& messages, int to, int tag);
+// Starts messages for all tensors, which are contiguous. Both sides pass the same sizes.
+Sent send(const ProcessGroupPtr& group, PendingWorks& pending,
+          const std::vector<at::Tensor>& tensors, int to, int tag);
+Sent send_messages(const ProcessGroupPtr& group, PendingWorks& pending,
+                   const std::vector<at::Tensor>& messages, int to, int tag);
+// Returns the number of bytes.
 int64_t receive(const ProcessGroupPtr& group, PendingWorks& pending,
                 const std::vector<at::Tensor>& tensors, int from, int tag);
 

@@ -1,5 +1,7 @@
 #include "comm/rank_order_sum.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <cmath>
 

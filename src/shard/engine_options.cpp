@@ -1,5 +1,6 @@
 #include "shard/engine_options.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "launch/who.h"
@@ -21,6 +22,14 @@ std::optional<Stage2Options> stage2_options(int stage, const Stage2Options& give
   return std::nullopt;
 }
 
+double default_bucket_cap_mb(int world_size) {
+  // Gradients of a bucket stay in memory until all of them are ready, so buckets are small. A rank
+  // sends each owner its part of one. So that a fast link does not spend its time on latency
+  // (256 KiB take 20 us at 100 Gbit/s), parts have 256 KiB, up to 1024 ranks.
+  constexpr double kLeast = 25, kMost = 256, kPart = 0.25;
+  return std::clamp(kPart * world_size, kLeast, kMost);
+}
+
 namespace detail {
 
 void check_options(const EngineOptions& options, const ProcessGroupPtr& group) {
@@ -33,28 +42,38 @@ void check_options(const EngineOptions& options, const ProcessGroupPtr& group) {
                     "the gradients itself and needs no DDP",
                     who(group));
   const auto& dtype = options.stage2->gradient_dtype;
-  TORCH_CHECK_VALUE(!dtype || *dtype == at::kBFloat16 || *dtype == at::kHalf,
-                    "shardstep: expected gradient_dtype to be bfloat16 or float16, got ", *dtype,
-                    who(group));
+  TORCH_CHECK_VALUE(!dtype || *dtype == at::kBFloat16 || *dtype == at::kHalf || *dtype == at::kChar,
+                    "shardstep: expected gradient_dtype to be bfloat16, float16 or int8, got ",
+                    *dtype, who(group));
 }
 
-int64_t bucket_cap_bytes(const EngineOptions& options, at::Device device) {
-  // Gradients of a bucket stay in memory until all of them are ready; on a device, parameters that
-  // are not in flat storage are copied into a flat tensor to be sent.
-  constexpr double kCap = 25;
+int64_t bucket_cap_bytes(const EngineOptions& options, int world_size, at::Device device) {
+  // On a device, parameters that are not in flat storage are copied into a flat tensor to be sent.
   const bool copied = !device.is_cpu() && options.storage == BucketStorage::kInPlace;
-  const double mb = options.bucket_cap_mb.value_or(options.stage2 || copied ? kCap : 0);
+  const bool has_cap = options.stage2 || copied;
+  const double mb =
+      options.bucket_cap_mb.value_or(has_cap ? default_bucket_cap_mb(world_size) : 0);
   TORCH_CHECK_VALUE(mb >= 0 && std::isfinite(mb),
                     "shardstep: expected bucket_cap_mb of 0 or more, got ", mb);
   return static_cast<int64_t>(std::ceil(mb * 1024 * 1024));
+}
+
+std::optional<at::ScalarType> wire_of(at::ScalarType param, const EngineOptions& options) {
+  const auto& dtype = options.stage2->gradient_dtype;
+  if (!dtype || !at::isFloatingType(param)) return std::nullopt;
+  if (c10::elementSize(*dtype) < c10::elementSize(param)) return dtype;
+  // Sums for masters are wider than the parameter. They keep its dtype: the other has another
+  // range.
+  return options.master_dtype ? std::optional(param) : std::nullopt;
 }
 
 std::string describe(const EngineOptions& options) {
   auto text = c10::str(
       "sharding by ", options.sharding == Sharding::kElement ? "element" : "parameter", ", flat ",
       options.storage == BucketStorage::kFlat, ", exchange ", static_cast<int>(options.exchange),
-      ", bucket cap ", bucket_cap_bytes(options), " bytes, overlap ", options.overlap,
-      ", master_dtype ", options.master_dtype ? c10::toString(*options.master_dtype) : "none");
+      ", bucket cap ", options.bucket_cap_mb ? c10::str(*options.bucket_cap_mb) : "by rule",
+      ", overlap ", options.overlap, ", master_dtype ",
+      options.master_dtype ? c10::toString(*options.master_dtype) : "none");
   if (!options.stage2) return text + ", stage 1";
   const auto& [share_parameters, overlap_forward, gradient_dtype] = *options.stage2;
   return c10::str(text, ", stage 2, shared parameters ", share_parameters, ", overlap_forward ",

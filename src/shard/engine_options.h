@@ -22,8 +22,8 @@ struct Stage2Options {
   bool share_parameters = false;
   // after_step returns at once, and parameters have arrived when wait() returns.
   bool overlap_forward = false;
-  // The dtype in which wider gradients are sent; they are summed in their own. Those of parameters
-  // that have masters are sent in the parameter's dtype, and summed in the master's.
+  // The dtype in which wider gradients are sent; they are summed in their own, or in the master's.
+  // Int8: in blocks with a scale each.
   std::optional<at::ScalarType> gradient_dtype = std::nullopt;
 };
 
@@ -48,12 +48,18 @@ struct EngineOptions {
 SHARDSTEP_API std::optional<Stage2Options> stage2_options(int stage, const Stage2Options& given,
                                                           const ProcessGroupPtr& group);
 
+// bucket_cap_mb of stage 2, where none is given.
+SHARDSTEP_API double default_bucket_cap_mb(int world_size);
+
 namespace detail {
 
 // Throws ValueError if options contradict each other.
 void check_options(const EngineOptions& options, const ProcessGroupPtr& group);
 // The most bytes that a bucket of parameters on `device` holds; 0 for no limit.
-int64_t bucket_cap_bytes(const EngineOptions& options, at::Device device = at::kCPU);
+int64_t bucket_cap_bytes(const EngineOptions& options, int world_size,
+                         at::Device device = at::kCPU);
+// What gradients of parameters of this dtype are rounded to when they are sent, if anything.
+std::optional<at::ScalarType> wire_of(at::ScalarType param, const EngineOptions& options);
 // As text, for ranks to compare.
 std::string describe(const EngineOptions& options);
 

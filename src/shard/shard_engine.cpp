@@ -108,7 +108,8 @@ detail::FixedLayout fixed_layout(const EngineOptions& options, Sharding sharding
 ShardEngine::ShardEngine(ProcessGroupPtr group, EngineOptions options)
     : group_(std::move(group)),
       options_(options),
-      partition_(options.sharding, group_->getSize(), detail::bucket_cap_bytes(options)),
+      partition_(options.sharding, group_->getSize(),
+                 detail::bucket_cap_bytes(options, group_->getSize())),
       agreement_(group_),
       outcome_(group_) {
   detail::check_options(options_, group_);
@@ -190,7 +191,7 @@ void ShardEngine::adopt(const std::vector<EngineGroup>& groups, int64_t channel)
   const size_t known = params_.size();
   if (known == 0) {
     partition_ = Partition(options_.sharding, world_size(),
-                           detail::bucket_cap_bytes(options_, first_device(groups)));
+                           detail::bucket_cap_bytes(options_, world_size(), first_device(groups)));
   }
   std::vector<std::vector<ParamSpec>> specs;
   for (const auto& group : groups) {
@@ -313,17 +314,16 @@ void ShardEngine::reduce_new_buckets(size_t first) {
     }
     const auto& first_param = buckets_[b].params().front();
     auto tensor = first_param.options().requires_grad(false);
-    std::optional<at::ScalarType> wire;
+    std::optional<at::ScalarType> posted;
     if (has_master(params.front().index)) {
       tensor = tensor.dtype(options_.master_dtype);
-      wire = first_param.scalar_type();
-    } else if (tensor.dtype().itemsize() > 2 && first_param.is_floating_point()) {
-      wire = options_.stage2->gradient_dtype;
+      posted = first_param.scalar_type();
     }
     reducer_->add_bucket(std::move(params),
                          {.numel = {},
                           .tensor = tensor,
-                          .wire = wire,
+                          .posted = posted,
+                          .wire = detail::wire_of(first_param.scalar_type(), options_),
                           .tag = {MessageKind::kGradients, static_cast<int64_t>(b)},
                           .divisor = static_cast<double>(world_size())});
   }

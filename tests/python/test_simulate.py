@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shardstep._C import default_bucket_cap_mb
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import simulate
@@ -36,6 +37,12 @@ def test_each_byte_crosses_a_link_once():
     for hosts in (2, 3, 8, 1024):
         plan = simulate.hierarchical(Cluster(hosts, 8), work)
         assert plan.link_bytes() == pytest.approx(2 * work.bytes * (hosts - 1) / hosts)
+
+
+def test_buckets_follow_the_rule_of_the_optimizer():
+    for hosts in (2, 50, 200, 2000):
+        rule = default_bucket_cap_mb(2 * hosts) * 2**20
+        assert simulate.our_bucket(Cluster(hosts, 2), Work()) == rule
 
 
 def test_agrees_with_what_was_measured():

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/gradient_blocks.h"
 #include "comm/shared/copy_past_caches.h"
 #include "failure_points.h"
 
@@ -39,7 +40,7 @@ std::byte* PieceSums::slot(int source, uint32_t slot) {
   return segment_.memory.get() + layout_.begin(source) + slot * kPieceBytes;
 }
 
-std::shared_ptr<PieceSum> PieceSums::start(const Parts& parts, MessageTag tag,
+std::shared_ptr<PieceSum> PieceSums::start(MessageTag tag, const Parts& parts,
                                            const std::vector<at::Tensor>& into,
                                            const SumOptions& options) {
   const std::shared_ptr<PieceSum> sum(new PieceSum(tag, options));
@@ -50,7 +51,9 @@ std::shared_ptr<PieceSum> PieceSums::start(const Parts& parts, MessageTag tag,
   for (int owner = 0; owner < shared_.world_size(); ++owner) {
     auto& [tensors, elements] = sum->outgoing_[owner];
     for (const auto& tensor : parts[owner]) {
-      sum->sent_as_ = options.rounded_to.value_or(tensor.scalar_type());
+      sum->sent_as_ = is_in_blocks(options.rounded_to)
+                          ? at::kFloat
+                          : options.rounded_to.value_or(tensor.scalar_type());
       if (owner == shared_.rank()) continue;
       tensors.push_back(tensor);
       elements.add(tensor.numel());
@@ -179,7 +182,9 @@ void PieceSums::post_piece(PieceSum& sum, int owner, uint32_t slot) {
   const auto item = static_cast<int64_t>(c10::elementSize(sum.sent_as_));
   elements.advance(kPieceBytes / item, [&](size_t which, int64_t offset, int64_t size) {
     const auto& tensor = tensors[which];
-    if (tensor.scalar_type() == sum.sent_as_) {
+    if (is_in_blocks(sum.options_.rounded_to)) {
+      through_blocks(tensor, offset, at::from_blob(to, {size}, at::kFloat));
+    } else if (tensor.scalar_type() == sum.sent_as_) {
       const auto* from = static_cast<const std::byte*>(tensor.const_data_ptr());
       copy_past_caches(to, from + offset * item, size * item);
     } else {
@@ -231,16 +236,28 @@ void PieceSums::add_up(PieceSum& sum) {
   adding_.erase(sum.tag_.value());
 }
 
+// What this rank adds to what it owns, as others would send it.
+at::Tensor PieceSums::own_term(const PieceSum& sum, const at::Tensor& own, int64_t offset,
+                               int64_t size) {
+  if (!is_in_blocks(sum.options_.rounded_to)) return own.narrow(0, offset, size);
+  if (!restored_.defined()) restored_ = at::empty({kPieceBytes / int64_t{sizeof(float)}});
+  const auto term = restored_.narrow(0, 0, size);
+  through_blocks(own, offset, term);
+  return term;
+}
+
 void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
   at::NoGradGuard no_grad;
   const auto item = static_cast<int64_t>(c10::elementSize(sum.sent_as_));
-  int64_t begin = 0;  // in the piece
+  auto options = sum.options_;
+  if (is_in_blocks(options.rounded_to)) options.rounded_to.reset();  // the terms are what arrives
+  int64_t begin = 0;                                                 // in the piece
   sum.to_sum_.advance(kPieceBytes / item, [&](size_t which, int64_t offset, int64_t size) {
     const auto& own = sum.own_[which];
     std::vector<at::Tensor> terms;
     for (int rank = 0; rank < shared_.world_size(); ++rank) {
       if (rank == shared_.rank()) {
-        terms.push_back(own.narrow(0, offset, size));
+        terms.push_back(own_term(sum, own, offset, size));
         continue;
       }
       const auto& [slot, moved] = arrived[rank].front();
@@ -249,8 +266,7 @@ void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
       terms.push_back(
           at::from_blob(piece + begin * item, {size}, own.options().dtype(sum.sent_as_)));
     }
-    sum.squares_ +=
-        sum_in_rank_order(terms, sum.into_[which].narrow(0, offset, size), sum.options_);
+    sum.squares_ += sum_in_rank_order(terms, sum.into_[which].narrow(0, offset, size), options);
     begin += size;
   });
   SHARDSTEP_FAILURE_POINT("sums: added");

@@ -45,9 +45,9 @@ class PieceSum {
 
   MessageTag tag_;
   SumOptions options_;
-  at::ScalarType sent_as_ = at::kFloat;
-  std::vector<Outgoing> outgoing_;  // by owner; still to be posted
-  bool posted_ = false;             // all of it
+  at::ScalarType sent_as_ = at::kFloat;  // what went through 8-bit blocks is in float32 again
+  std::vector<Outgoing> outgoing_;       // by owner; still to be posted
+  bool posted_ = false;                  // all of it
   std::vector<at::Tensor> own_;
   std::vector<at::Tensor> into_;
   Cursor to_sum_;
@@ -60,7 +60,7 @@ class PieceSums {
 
   // Starts to sum parts[r] of all ranks on rank r. `into` has a tensor for each of this rank's
   // own, which may be the same. REQUIRES: parts of one dtype; the last sum with this tag is done.
-  std::shared_ptr<PieceSum> start(const Parts& parts, MessageTag tag,
+  std::shared_ptr<PieceSum> start(MessageTag tag, const Parts& parts,
                                   const std::vector<at::Tensor>& into, const SumOptions& options);
   // Whether it is done by `end`; what it holds is released as soon as it is not needed.
   bool done_by(const PieceSum& sum, std::chrono::steady_clock::time_point end);
@@ -122,12 +122,14 @@ class PieceSums {
   std::vector<int> take_notes();
   void add_up(PieceSum& sum);
   void add_up_piece(PieceSum& sum, Arrived& arrived);
+  at::Tensor own_term(const PieceSum& sum, const at::Tensor& own, int64_t offset, int64_t size);
   void return_slot(int source, uint32_t slot);
   void move_out(bool also_if_missing_is_on_its_way);
 
   SharedMemory& shared_;
   SegmentLayout layout_;
   Segment segment_;
+  at::Tensor restored_;                              // room for own terms that went through blocks
   uint32_t reserved_ = 0;                            // slots that this rank has so far
   std::vector<uint32_t> free_;                       // of these
   std::vector<Read> read_;                           // by rank

@@ -9,51 +9,10 @@
 #include "comm/shared/piece_ring.h"
 #include "comm/shared/piece_sums.h"
 #include "comm/shared/shared_keys.h"
+#include "comm/shared/summed_reduction.h"
 
 namespace shardstep::detail {
 namespace {
-
-class SharedMemoryReduction : public Reduction {
- public:
-  SharedMemoryReduction(PieceSums& sums, int rank, const ReductionOptions& options)
-      : sums_(sums),
-        tag_(options.tag),
-        options_{.divisor = options.divisor, .rounded_to = options.wire},
-        rank_(rank),
-        total_(at::empty({options.numel[rank]}, options.tensor)) {}
-
-  void post(Parts parts, bool squares) override {
-    options_.squares = squares;
-    std::vector<at::Tensor> into;
-    int64_t offset = 0;
-    for (const auto& part : parts[rank_]) {
-      into.push_back(total_.narrow(0, offset, part.numel()));
-      offset += part.numel();
-    }
-    sum_ = sums_.start(parts, tag_, into, options_);
-  }
-
-  bool ready(std::chrono::milliseconds patience) override {
-    return sums_.done_by(*sum_, std::chrono::steady_clock::now() + patience);
-  }
-
-  at::Tensor finish() override {
-    sums_.finish(*sum_);
-    return total_;
-  }
-
-  std::optional<double> squares() const override {
-    return options_.squares ? std::optional(sum_->squares()) : std::nullopt;
-  }
-
- private:
-  PieceSums& sums_;
-  MessageTag tag_;
-  SumOptions options_;
-  int rank_;
-  at::Tensor total_;
-  std::shared_ptr<PieceSum> sum_;
-};
 
 class PendingGather : public Pending {
  public:
@@ -65,16 +24,6 @@ class PendingGather : public Pending {
   std::shared_ptr<BucketSegment> segment_;
   Parts parts_;
   uint32_t round_;
-};
-
-class PendingSum : public Pending {
- public:
-  PendingSum(PieceSums& sums, std::shared_ptr<PieceSum> sum) : sums_(sums), sum_(std::move(sum)) {}
-  void wait() override { sums_.finish(*sum_); }
-
- private:
-  PieceSums& sums_;
-  std::shared_ptr<PieceSum> sum_;
 };
 
 class SharedMemoryExchange : public Exchange {
@@ -111,12 +60,15 @@ class SharedMemoryExchange : public Exchange {
 
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
                                           double divisor) override {
-    return std::make_unique<PendingSum>(
-        sums(), sums().start(parts, tag, parts[rank()], {.divisor = divisor}));
+    return std::make_unique<PendingSum<PieceSums, PieceSum>>(
+        sums(), sums().start(tag, parts, parts[rank()], {.divisor = divisor}));
   }
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override {
-    return std::make_unique<SharedMemoryReduction>(sums(), rank(), options);
+    const auto start = [&sums = sums(), tag = options.tag](const auto&... arguments) {
+      return sums.start(tag, arguments...);
+    };
+    return std::make_unique<SummedReduction<PieceSums, PieceSum>>(sums(), rank(), options, start);
   }
 
   at::Tensor make_shared(int64_t numel, const at::TensorOptions& options) override {

@@ -99,21 +99,17 @@ class HierarchicalTest : public testing::TestWithParam<std::string> {
   }
   int ranks() const { return ranks_of(GetParam()); }
 
-  // The sum that is documented.
+  // The sum that is documented: over the hosts, of the sums of their ranks as they are sent.
   at::Tensor sum_of(const std::vector<at::Tensor>& by_rank,
                     std::optional<at::ScalarType> wire = std::nullopt) {
     const auto hosts = test::ranks_by_host(GetParam(), ranks());
-    const auto as_sent = [&](const at::Tensor& term) {
-      return wire ? term.to(*wire).to(term.scalar_type()) : term;
-    };
     at::Tensor sum;
     for (const auto& host : hosts) {
       at::Tensor of_host;
       for (int rank : host) {
-        const auto term = as_sent(by_rank[rank]);
-        of_host = of_host.defined() ? of_host + term : term;
+        of_host = of_host.defined() ? of_host + by_rank[rank] : by_rank[rank];
       }
-      if (hosts.size() > 1) of_host = as_sent(of_host);
+      if (hosts.size() > 1) of_host = test::as_sent(of_host, wire);
       sum = sum.defined() ? sum + of_host : of_host;
     }
     return sum;
@@ -193,7 +189,10 @@ TEST_P(HierarchicalTest, ReductionsMayStartAndFinishInAnyOrder) {
       for (const auto& tensor : part) numel.back() += tensor.numel();
     }
     std::vector<std::unique_ptr<Reduction>> reductions;
-    const auto wire_of = [](int b) { return b % 2 ? std::optional(at::kBFloat16) : std::nullopt; };
+    const auto wire_of = [](int b) {
+      return std::vector<std::optional<at::ScalarType>>{std::nullopt, at::kBFloat16,
+                                                        at::kChar}[b % 3];
+    };
     for (int b = 0; b < kBuckets; ++b) {
       reductions.push_back(exchange.make_reduction({.numel = numel,
                                                     .tensor = at::kFloat,
@@ -213,15 +212,40 @@ TEST_P(HierarchicalTest, ReductionsMayStartAndFinishInAnyOrder) {
       std::shuffle(order.begin(), order.end(), random);
       for (int b : order) {
         const auto sum = reductions[b]->finish();
-        std::vector<at::Tensor> given;
-        for (int rank = 0; rank < ranks(); ++rank) given.push_back(at::cat(make(rank, b)[self]));
-        const auto expected = sum_of(given, wire_of(b)).div(ranks());
+        std::vector<at::Tensor> sums;
+        for (size_t i = 0; i < make(self, b)[self].size(); ++i) {
+          std::vector<at::Tensor> given;
+          for (int rank = 0; rank < ranks(); ++rank) given.push_back(make(rank, b)[self][i]);
+          sums.push_back(sum_of(given, wire_of(b)).div(ranks()));
+        }
+        const auto expected = at::cat(sums);
         ASSERT_TRUE(at::equal(sum, expected)) << "round " << round << " bucket " << b;
         EXPECT_NEAR(*reductions[b]->squares(),
                     expected.to(at::kDouble).square().sum().item<double>(),
                     1e-5 * static_cast<double>(sum.numel() + 1));
       }
     }
+  });
+}
+
+// Narrow gradients with wide sums, as masters have them: nothing is rounded on the way.
+TEST_P(HierarchicalTest, HostsSendSumsInTheDtypeOfTheSum) {
+  run([&](Exchange& exchange, int self) {
+    std::vector<int64_t> numel;
+    for (const auto& part : make_host_parts(ranks(), 0)) {
+      numel.push_back(at::cat(part).numel());
+    }
+    const auto reduction = exchange.make_reduction({.numel = numel,
+                                                    .tensor = at::kFloat,
+                                                    .posted = at::kBFloat16,
+                                                    .tag = {MessageKind::kGradients, 0}});
+    reduction->post(make_host_parts(ranks(), self, at::kBFloat16), false);
+    std::vector<at::Tensor> given;
+    for (int rank = 0; rank < ranks(); ++rank) {
+      const auto parts = make_host_parts(ranks(), rank, at::kBFloat16)[self];
+      given.push_back(at::cat(parts).to(at::kFloat));
+    }
+    EXPECT_TRUE(at::equal(reduction->finish(), sum_of(given)));
   });
 }
 

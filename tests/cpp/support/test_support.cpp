@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <exception>
 #include <latch>
+#include <limits>
 #include <mutex>
 #include <sstream>
 #include <thread>
@@ -122,6 +123,25 @@ std::vector<std::vector<int>> ranks_by_host(const std::string& names, int world_
     hosts[host].push_back(rank);
   }
   return hosts;
+}
+
+at::Tensor as_sent(const at::Tensor& gradient, std::optional<at::ScalarType> wire) {
+  if (!wire) return gradient;
+  if (*wire != at::kChar) return gradient.to(*wire).to(gradient.scalar_type());
+  const auto values = gradient.to(at::kFloat).flatten();
+  std::vector<at::Tensor> blocks;
+  for (const auto& block : values.split(256)) {
+    if (block.numel() == 0) continue;
+    const auto largest = block.abs().amax();
+    const auto scale = at::clamp_min(largest / 127, std::numeric_limits<float>::min());
+    if (!largest.isfinite().item<bool>()) {
+      blocks.push_back(at::full_like(block, std::numeric_limits<float>::quiet_NaN()));
+    } else {
+      blocks.push_back(at::round(block * scale.reciprocal()) * scale);
+    }
+  }
+  if (blocks.empty()) return gradient;
+  return at::cat(blocks).view(gradient.sizes()).to(gradient.scalar_type());
 }
 
 at::Generator generator(uint64_t seed) { return at::make_generator<at::CPUGeneratorImpl>(seed); }

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,10 @@ class Hosts {
 
 // The ranks of each host, in order of the hosts' lowest ranks.
 std::vector<std::vector<int>> ranks_by_host(const std::string& names, int world_size);
+
+// What arrives of a gradient that is sent in `wire`, in its own dtype: itself, if that is unset;
+// for int8, what is documented of its blocks, step by step.
+at::Tensor as_sent(const at::Tensor& gradient, std::optional<at::ScalarType> wire);
 
 // Random numbers of one's own: torch::manual_seed is shared by all ranks that are threads.
 at::Generator generator(uint64_t seed);

@@ -101,14 +101,24 @@ Tensors gradients_of(const Tensors& params, int rank, const std::vector<int>& pa
   return gradients;
 }
 
-// Adds the average of what the ranks have given to `sums`, in rank order, per host and then over
-// hosts; of gradients and of hosts' sums as they travel, if they are rounded for that.
+// What arrives of a gradient: each owner gets its slice, in memory order.
+at::Tensor as_sent(const at::Tensor& term, const Way& way, const std::vector<Slice>& slices) {
+  if (!way.gradient_dtype || term.numel() == 0) return term;
+  const auto result = term.clone();
+  const auto flat = result.as_strided({result.numel()}, {1});
+  for (const auto& slice : slices) {
+    auto part = flat.narrow(0, slice.elements.begin, slice.elements.size());
+    part.copy_(test::as_sent(part.clone(), way.gradient_dtype));
+  }
+  return result;
+}
+
+// Adds the average of what the ranks have given to `sums`, in rank order; with several hosts, per
+// host and then over hosts. What travels is rounded for that: gradients, or the hosts' sums.
 void add_average(const std::vector<Tensors>& given, const Tensors& params, Tensors& sums,
-                 const Way& way) {
-  const auto as_sent = [&](const at::Tensor& term) {
-    return way.gradient_dtype ? term.to(*way.gradient_dtype).to(term.scalar_type()) : term;
-  };
+                 const Way& way, const Partition* partition = nullptr) {
   const auto hosts = test::ranks_by_host(way.hosts, static_cast<int>(given.size()));
+  const bool by_host = way.exchange == ExchangeKind::kHierarchical;
   for (size_t i = 0; i < params.size(); ++i) {
     at::Tensor sum;
     bool used = sums[i].defined();  // then a round in which no rank used it adds zeros
@@ -117,11 +127,14 @@ void add_average(const std::vector<Tensors>& given, const Tensors& params, Tenso
       for (int rank : ranks) {
         const auto& gradient = given[rank][i];
         used = used || gradient.defined();
-        const auto term =
-            as_sent(gradient.defined() ? gradient : torch::zeros_like(params[i]).detach());
+        auto term = gradient.defined() ? gradient : torch::zeros_like(params[i]).detach();
+        if (!by_host && partition)
+          term = as_sent(term, way, partition->slices(static_cast<int64_t>(i)));
         of_host = of_host.defined() ? of_host + term : term.clone();
       }
-      if (hosts.size() > 1) of_host = as_sent(of_host);
+      if (by_host && hosts.size() > 1 && partition) {
+        of_host = as_sent(of_host, way, partition->slices(static_cast<int64_t>(i)));
+      }
       sum = sum.defined() ? sum + of_host : of_host;
     }
     if (!used) continue;
@@ -131,12 +144,12 @@ void add_average(const std::vector<Tensors>& given, const Tensors& params, Tenso
 }
 
 void add_average(const Tensors& params, int world_size, const std::vector<int>& passes,
-                 Tensors& sums, const Way& way = {}) {
+                 Tensors& sums, const Way& way = {}, const Partition* partition = nullptr) {
   std::vector<Tensors> given;
   for (int rank = 0; rank < world_size; ++rank) {
     given.push_back(gradients_of(params, rank, passes));
   }
-  add_average(given, params, sums, way);
+  add_average(given, params, sums, way, partition);
 }
 
 void set_all(const Tensors& params, const Tensors& gradients) {
@@ -167,7 +180,8 @@ void expect_equals_reference(int world_size, const Way& way) {
       zero.step();
       zero.zero_grad();
       Tensors sums(params.size());
-      add_average(plain_params, world_size, {step}, sums, world_size > 1 ? way : Way{});
+      add_average(plain_params, world_size, {step}, sums, world_size > 1 ? way : Way{},
+                  &zero.engine().partition());
       set_all(plain_params, sums);
       plain.step();
       zero.wait();
@@ -207,6 +221,8 @@ std::vector<HostCase> all_host_cases() {
       cases.push_back({world_size, way});
       way.share_parameters = false;
       way.gradient_dtype = way.sharding == Sharding::kElement ? at::kBFloat16 : at::kHalf;
+      cases.push_back({world_size, way});
+      way.gradient_dtype = at::kChar;
       cases.push_back({world_size, way});
     }
   }
@@ -316,7 +332,7 @@ TEST_P(Stage2Test, ParametersThatTravelInTheNextForwardEqualTheReference) {
 TEST_P(Stage2Test, RoundedGradientsAreAddedUpInFullWidth) {
   for (auto way : ways_for(GetParam())) {
     if (way.flat || way.bucket_cap_mb == 1e-6) continue;
-    for (auto dtype : {at::kBFloat16, at::kHalf}) {
+    for (auto dtype : {at::kBFloat16, at::kHalf, at::kChar}) {
       way.gradient_dtype = dtype;
       expect_equals_reference(GetParam(), way);
     }
@@ -666,7 +682,8 @@ RandomCase random_case(int seed) {
   c.way.flat = up_to(1);
   c.way.share_parameters = c.way.exchange != ExchangeKind::kPairwise && up_to(1);
   c.way.overlap_forward = up_to(1);
-  if (up_to(3) == 0) c.way.gradient_dtype = up_to(1) ? at::kBFloat16 : at::kHalf;
+  if (up_to(3) == 0)
+    c.way.gradient_dtype = std::vector{at::kBFloat16, at::kHalf, at::kChar}[up_to(2)];
   const int params = 1 + up_to(7);
   const bool mixed = c.way.sharding == Sharding::kElement && up_to(1);
   for (int i = 0; i < params; ++i) {
@@ -744,7 +761,7 @@ TEST(Stage2, RandomModelsEqualTheReference) {
           if (c.world_size == 1) {
             sums = given.front();
           } else {
-            add_average(given, params, sums, c.way);
+            add_average(given, params, sums, c.way, &zero.engine().partition());
           }
         }
         if (c.clip_value) zero.clip_grad_value_(*c.clip_value);

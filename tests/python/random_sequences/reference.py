@@ -132,12 +132,12 @@ class Reference:
                 parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
     def _sum(self, terms: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """Of some ranks' gradients, rounded where they travel: also a host's sum does."""
+        """Of some ranks' gradients, rounded where they travel, or the hosts' sums of them."""
         if self.setup.exchange != "hierarchical":
             return add_up(self._as_sent(term) for _, term in terms)
         hosts = HOSTS[self.world_size].split(",")
         sums = [
-            add_up(self._as_sent(term) for _, term in some)
+            add_up(term for _, term in some)
             for _, some in itertools.groupby(terms, key=lambda one: hosts[one[0]])
         ]
         return add_up(map(self._as_sent, sums))

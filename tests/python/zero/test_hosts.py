@@ -56,7 +56,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(6, 13, generator=generator)
 
 
-def set_averages(model: torch.nn.Module, hosts: str) -> None:
+def set_averages(model: torch.nn.Module, hosts: str, sent_as: torch.dtype | None = None) -> None:
     """Slow and obvious: per host in rank order, then over hosts."""
     for param in model.parameters():
         used = torch.tensor([param.grad is not None])
@@ -69,6 +69,8 @@ def set_averages(model: torch.nn.Module, hosts: str) -> None:
             of_host = given[ranks[0]].clone()
             for rank in ranks[1:]:
                 of_host += given[rank]
+            if sent_as is not None:
+                of_host = of_host.to(sent_as).to(own.dtype)
             total = of_host if total is None else total + of_host
         param.grad = total / dist.get_world_size() if used.item() else None
 
@@ -109,6 +111,43 @@ def equals_reference(hosts, options):
 def test_sums_per_host_and_then_over_hosts(hosts, options, sharding):
     world_size = len(hosts.split(","))
     run_ranks(world_size, equals_reference, hosts, {"sharding": sharding, **options})
+
+
+def masters_equal_reference(options):
+    """The hosts' sums are float32, as the sums of one host are."""
+    place("a,a,b")
+    net, plain = Net().bfloat16(), Net().bfloat16()
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(),
+        torch.optim.Adam,
+        stage=2,
+        lr=1e-2,
+        master_dtype=torch.float32,
+        **options,
+    )
+    masters = torch.nn.ParameterList([p.detach().float() for p in plain.parameters()])
+    optimizer = torch.optim.Adam(masters, lr=1e-2)
+    for step in range(4):
+        for model in (net, plain):
+            model.zero_grad()
+            model(batch(step).bfloat16()).square().mean().backward()
+        zero.step()
+        for param, master in zip(plain.parameters(), masters, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+        set_averages(masters, "a,a,b", options.get("gradient_dtype"))
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(plain.parameters(), masters, strict=True):
+                param.copy_(master)
+        for (name, ours), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), f"{name} in step {step}"
+
+
+@pytest.mark.parametrize("sharding", ["parameter", "element"])
+@pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
+def test_sums_for_masters(sharding, gradient_dtype):
+    """gradient_dtype=bfloat16 rounds the sum of a host of several ranks."""
+    run_ranks(3, masters_equal_reference, {"sharding": sharding, "gradient_dtype": gradient_dtype})
 
 
 def stage_1_under_ddp(sharding, overlapped):
@@ -267,6 +306,33 @@ TRAINS_ON = """
             print("trains", flush=True)
 """
 
+# Says when it begins and goes on when it is told to.
+TRAINS_WHEN_TOLD = """
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, stage=2, lr=1e-2)
+    plain = torch.nn.Linear(300, 300)
+    plain.load_state_dict(net.state_dict())
+    print(zero.engine.exchange, flush=True)
+    steps = int(sys.stdin.readline())
+    begin = time.monotonic()
+    try:
+        for step in range(steps):
+            zero.zero_grad()
+            net(torch.full((1, 300), 1.0 + rank + step)).sum().backward()
+            zero.step()
+    except RuntimeError as error:
+        print(f"after {time.monotonic() - begin:.1f} s:", str(error).replace("\\n", " "))
+        sys.exit()
+    seconds = time.monotonic() - begin
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        plain(torch.full((1, 300), 2.0 + step)).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), plain.parameters()))
+    print(f"trained in {seconds:.1f} s", flush=True)
+    dist.barrier()
+"""
+
 
 @contextlib.contextmanager
 def three_ranks_on_two_hosts(folder, program, timeout):
@@ -284,6 +350,7 @@ def three_ranks_on_two_hosts(folder, program, timeout):
             subprocess.Popen(
                 [*prefix, sys.executable, str(file), str(rank), "3", store, str(timeout)],
                 env=environment,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -310,5 +377,30 @@ def test_a_link_that_is_cut_is_an_error_on_all_ranks_within_the_timeout(tmp_path
     for rank, output in enumerate(outputs):
         seconds = float(output.split("after ")[1].split(" s:")[0])
         assert seconds < 15, output
+        others = (2,) if rank < 2 else (0, 1)
+        assert any(f"rank {other}" in output for other in others), output
+
+
+def train_over_a_slow_link(folder, mbit, timeout):
+    """What the ranks say of 3 steps, in which 361 kB cross the link in each direction per step."""
+    with three_ranks_on_two_hosts(folder, TRAINS_WHEN_TOLD, timeout) as (hosts, ranks):
+        assert [process.stdout.readline().strip() for process in ranks] == ["hierarchical"] * 3
+        hosts[1].slow_link(mbit)
+        return [process.communicate("3\n", timeout=90)[0].strip() for process in ranks]
+
+
+@pytest.mark.full
+def test_a_link_that_is_slow_is_only_slow(tmp_path):
+    """At 8 Mbit/s the steps take 1.1 s, less what a burst may hold."""
+    for output in train_over_a_slow_link(tmp_path, 8, timeout=60):
+        assert output.startswith("trained in "), output
+        assert 0.8 < float(output.split()[2]) < 30, output
+
+
+@pytest.mark.full
+def test_a_link_too_slow_for_the_timeout_is_an_error_on_all_ranks(tmp_path):
+    """At 0.1 Mbit/s a step takes 29 s."""
+    for rank, output in enumerate(train_over_a_slow_link(tmp_path, 0.1, timeout=5)):
+        assert float(output.split("after ")[1].split(" s:")[0]) < 15, output
         others = (2,) if rank < 2 else (0, 1)
         assert any(f"rank {other}" in output for other in others), output
