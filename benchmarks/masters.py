@@ -1,6 +1,10 @@
 """What a rank holds per parameter of a bfloat16 model that Adam trains with float32 masters.
 
     .venv/bin/python benchmarks/masters.py [--ranks 2] [--layers 25]
+    .venv/bin/python benchmarks/masters.py --gbit 1 --layers 8
+
+With --gbit, every rank is a host of its own behind a link of that rate (namespaces), and the rows
+are iterations beside the same model in float32.
 
 The model is 2000 x 2000 matrices in bfloat16, 100 M parameters with 25 layers; a layer casts its
 weight to float32 to compute, since this kind of machine has no instructions for bfloat16. Columns:
@@ -9,6 +13,7 @@ weight to float32 to compute, since this kind of machine has no instructions for
             before the model was made and with gradients dropped: parameters, sums, masters, moments
   expected  2 + (4 + 12) / ranks for ours: narrow parameters; float32 sums, masters, two moments
   ms        an iteration on the slowest rank, the median of the last ones
+  sent      megabytes that a rank has sent per iteration
 """
 
 import argparse
@@ -17,6 +22,7 @@ import gc
 import statistics
 import time
 
+from peers.link import INTERFACE, linked_hosts
 from rank_processes import Ranks, fork_context, slowest
 from table import markdown
 from workload import proc_bytes
@@ -25,14 +31,14 @@ WIDTH = 2000
 STEPS = 5
 
 
-def make_model(layers: int):
+def make_model(layers: int, dtype):
     import torch
 
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            weight = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16) / WIDTH**0.5
-            self.weight = torch.nn.Parameter(weight)
+            weight = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+            self.weight = torch.nn.Parameter(weight.to(dtype))
 
         def forward(self, inputs):
             return torch.nn.functional.linear(inputs, self.weight.float())
@@ -48,13 +54,14 @@ class Contestant:
         gc.collect()
         self.inputs = torch.randn(8, WIDTH)
         before = proc_bytes("smaps_rollup", "Pss")
-        self.model = make_model(layers)
+        dtype = torch.float32 if name.endswith("float32") else torch.bfloat16
+        self.model = make_model(layers, dtype)
         self.parameters = list(self.model.parameters())
         self.count = sum(p.numel() for p in self.parameters)
         self.forward, self.step = getattr(self, name)()
         self.before = before
 
-    def ours(self):
+    def ours(self, **options):
         import shardstep
         import torch
 
@@ -65,7 +72,7 @@ class Contestant:
             fused=True,
             stage=2,
             sharding="element",
-            master_dtype=torch.float32,
+            **{"master_dtype": torch.float32, **options},
         )
 
         def step():
@@ -73,6 +80,24 @@ class Contestant:
             zero.zero_grad()
 
         return self.model, step
+
+    def ours_on_link(self):
+        return self.ours(exchange="pairwise")
+
+    def ours_float32(self):
+        return self.ours(exchange="pairwise", master_dtype=None)
+
+    def ddp_float32(self):
+        import torch
+
+        ddp = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        optimizer = torch.optim.Adam(self.parameters, lr=1e-3, fused=True)
+
+        def step():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        return ddp, step
 
     def by_hand(self, make):
         """DDP, float32 copies of all parameters, and the rounding of what was updated."""
@@ -120,13 +145,45 @@ class Contestant:
         return {"bytes": held / self.count, "ms": statistics.median(times[1:])}
 
 
+LINKED = {
+    "ours_on_link": "shardstep, stage 2, bfloat16, masters",
+    "ours_float32": "shardstep, stage 2, float32",
+    "ddp_float32": "DDP, float32",
+}
+
+
+def on_links(context, layers: int, gbit: float) -> None:
+    """Each contestant twice, in turns, because the machine drifts; the faster time counts."""
+    table: dict[str, dict[str, float]] = {}
+    for name in [*LINKED, *LINKED]:
+        with linked_hosts(2, gbit) as hosts:
+            networks = [(host.network(), INTERFACE) for host in hosts]
+            with Ranks(context, 2, Contestant, (name, layers), networks) as processes:
+                before = hosts[0].bytes_sent()
+                ms = max(result["ms"] for result in processes.order("measure"))
+                sent = (hosts[0].bytes_sent() - before) / STEPS / 1e6
+        best = table.setdefault(LINKED[name], {"ms": ms, "sent": sent})
+        best["ms"] = min(best["ms"], ms)
+    ours = table[LINKED["ours_on_link"]]["ms"]
+    columns = {
+        "ms": lambda summary: f"{summary['ms']:.0f}",
+        "ours is faster": lambda summary: f"{summary['ms'] / ours:.2f}x",
+        "sent": lambda summary: f"{summary['sent']:.0f}",
+    }
+    print(markdown(f"2 ranks, {gbit:g} Gbit/s", columns, table))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=25)
     parser.add_argument("--only", choices=["ours", "ddp", "torch_zero"])
+    parser.add_argument("--gbit", type=float)
     options = parser.parse_args()
     context = fork_context()
+    if options.gbit is not None:
+        on_links(context, options.layers, options.gbit)
+        return
     ranks = options.ranks
     contestants = {
         "ours": ("shardstep, stage 2, masters", 2 + 16 / ranks),

@@ -1,5 +1,6 @@
 """The ranks of a contestant: processes on Gloo, one thread each, that run given functions."""
 
+import ctypes
 import datetime
 import multiprocessing
 import os
@@ -29,10 +30,24 @@ def slowest(*seconds: float) -> list[float]:
     return milliseconds.tolist()
 
 
-def _rank_main(pipe, store: str, rank: int, world_size: int, make: Callable, arguments) -> None:
+def _enter(network: str, interface: str) -> None:
+    """Moves this thread, and those it starts later, into a network namespace."""
+    clone_newnet = 0x40000000
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(network) as file:
+        if libc.setns(file.fileno(), clone_newnet) != 0:
+            raise OSError(ctypes.get_errno(), f"setns({network})")
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _rank_main(
+    pipe, store: str, rank: int, world_size: int, make: Callable, arguments, network
+) -> None:
     import torch
     import torch.distributed as dist
 
+    if network is not None:
+        _enter(*network)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -48,9 +63,16 @@ def _rank_main(pipe, store: str, rank: int, world_size: int, make: Callable, arg
 
 
 class Ranks:
-    """Each process makes a contestant by make(*arguments)."""
+    """Each process makes a contestant by make(*arguments), in its network (file, interface)."""
 
-    def __init__(self, context, world_size: int, make: Callable, arguments: Iterable[Any]):
+    def __init__(
+        self,
+        context,
+        world_size: int,
+        make: Callable,
+        arguments: Iterable[Any],
+        networks: list[tuple[str, str]] | None = None,
+    ):
         self.name = f"{make.__name__}{tuple(map(str, arguments))}"
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
@@ -59,7 +81,10 @@ class Ranks:
             store = f"{self.folder.name}/store"
             process = context.Process(
                 target=_rank_main,
-                args=(theirs, store, rank, world_size, make, tuple(arguments)),
+                args=(
+                    *(theirs, store, rank, world_size, make, tuple(arguments)),
+                    networks[rank] if networks else None,
+                ),
                 daemon=True,
             )
             process.start()

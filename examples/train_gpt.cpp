@@ -3,6 +3,7 @@
 // and, in stage 2, of the gradients.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
 #include <shardstep/shardstep.h>
 #include <torch/optim.h>
 
@@ -44,6 +45,43 @@ void average_gradients(const torch::nn::Module& model, c10d::ProcessGroup& group
   at::_foreach_copy_(gradients, at::unflatten_dense_tensors(flat, gradients));
 }
 
+// As Python's torch.autocast("cpu", torch.bfloat16), while it exists.
+class Autocast {
+ public:
+  explicit Autocast(bool enabled) {
+    at::autocast::set_autocast_enabled(at::kCPU, enabled);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::increment_nesting();
+  }
+  ~Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+};
+
+// What Muon updates: the matrices inside the blocks. The output layer is the embedding.
+bool is_hidden_matrix(const std::string& name, const at::Tensor& parameter) {
+  return name.starts_with("blocks.") && parameter.dim() == 2;
+}
+
+std::vector<torch::optim::OptimizerParamGroup> param_groups(const gpt::Gpt& model,
+                                                            const Options& options) {
+  std::vector<at::Tensor> hidden, rest;
+  for (const auto& item : model->named_parameters()) {
+    const bool by_muon = options.optimizer == "muon" && is_hidden_matrix(item.key(), item.value());
+    (by_muon ? hidden : rest).push_back(item.value());
+  }
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  if (!hidden.empty()) {
+    const auto muon = shardstep::optim::MuonOptions(options.lr.value_or(0.02));
+    groups.emplace_back(hidden, std::make_unique<shardstep::optim::MuonOptions>(muon));
+  }
+  groups.emplace_back(rest);
+  return groups;
+}
+
 shardstep::LocalOptimizer local_optimizer(const Options& options) {
   using namespace torch::optim;
   using shardstep::local_optimizer;
@@ -51,6 +89,7 @@ shardstep::LocalOptimizer local_optimizer(const Options& options) {
   const auto lr = [&](double suitable) { return options.lr.value_or(suitable); };
   const auto betas = std::make_tuple(0.9, 0.95);  // short memory for a short run
   if (name == "adamw") return local_optimizer(AdamWOptions(lr(5e-3)).betas(betas));
+  if (name == "muon") return local_optimizer(AdamWOptions(5e-3).betas(betas));  // for the rest
   if (name == "adam") return local_optimizer(AdamOptions(lr(5e-3)).betas(betas));
   if (name == "sgd") return local_optimizer(SGDOptions(lr(0.1)).momentum(0.9));
   if (name == "adagrad") return local_optimizer(AdagradOptions(lr(1e-2)));
@@ -94,6 +133,22 @@ gpt::Memory memory_of(const gpt::Gpt& model, const shardstep::ZeroRedundancyOpti
   return {stats.state_bytes, parameters, divided ? stats.gradient_bytes : parameters};
 }
 
+// Bytes of the optimizer's whole state: two values per element for Adam and AdamW, one for the
+// others, and masters.
+int64_t whole_state(const gpt::Gpt& model, const Options& options) {
+  const auto& optimizer = options.optimizer;
+  int64_t bytes = 0;
+  for (const auto& item : model->named_parameters()) {
+    const bool by_muon = optimizer == "muon" && is_hidden_matrix(item.key(), item.value());
+    const bool two = (optimizer.starts_with("adam") || optimizer == "muon") && !by_muon;
+    const int64_t values = two ? 2 : 1, numel = item.value().numel();
+    const bool wide = options.master != "none" || options.rounding != "nearest";
+    bytes += values * numel * (wide ? 4 : item.value().element_size());
+    if (options.master != "none") bytes += 4 * numel;
+  }
+  return bytes;
+}
+
 void check_world(const Options& options, int world_size) {
   if (options.batch % world_size != 0) {
     throw gpt::UsageError("--batch: expected a multiple of the " + std::to_string(world_size) +
@@ -133,11 +188,15 @@ void train(const Options& options, const gpt::Text& text) {
                                  .width = options.width,
                                  .heads = options.heads,
                                  .context = options.context});
-  shardstep::ZeroRedundancyOptimizer optimizer(model->parameters(), local_optimizer(options),
-                                               shardstep::ZeroOptions()
-                                                   .process_group(group)
-                                                   .stage(static_cast<int>(options.stage))
-                                                   .sharding(sharding(options)));
+  if (options.dtype == "bf16") model->to(at::kBFloat16);
+  auto how = shardstep::ZeroOptions()
+                 .process_group(group)
+                 .stage(static_cast<int>(options.stage))
+                 .sharding(sharding(options));
+  if (options.master == "fp32") how.master_dtype(at::kFloat);
+  if (options.rounding == "stochastic") how.rounding(shardstep::Rounding::kStochastic);
+  shardstep::ZeroRedundancyOptimizer optimizer(param_groups(model, options),
+                                               local_optimizer(options), how);
   gpt::WarmUpAndDecay schedule(optimizer, options.steps);
   gpt::BatchSampler batches(text, options.context, options.batch, options.seed, group->getRank(),
                             group->getSize());
@@ -161,7 +220,10 @@ void train(const Options& options, const gpt::Text& text) {
     auto [input, target] = batches.next();
     schedule.step();
     optimizer.zero_grad();
-    auto scores = model->forward(input);
+    auto scores = [&] {
+      const Autocast autocast(options.autocast == "bf16");
+      return model->forward(input).to(at::kFloat);
+    }();
     auto loss = at::cross_entropy_loss(scores.flatten(0, 1), target.flatten());
     loss.backward();
     if (options.stage == 1) average_gradients(*model, *group);
@@ -184,7 +246,7 @@ void train(const Options& options, const gpt::Text& text) {
   } else {
     print_sample(model, text, options);
   }
-  for (auto& way : gpt::other_ways(memory[0].memory.parameters, options.optimizer,
+  for (auto& way : gpt::other_ways(memory[0].memory.parameters, whole_state(model, options),
                                    static_cast<int>(options.stage), group->getSize())) {
     memory.push_back(std::move(way));
   }

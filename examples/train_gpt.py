@@ -35,7 +35,9 @@ OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "fused": True}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 5e-4}),
+    "muon": (torch.optim.AdamW, ADAM),  # Muon has the blocks' matrices, AdamW the rest
 }
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Block(nn.Module):
@@ -98,7 +100,7 @@ class Gpt(nn.Module):
     def generate(self, prompt: Tensor, count: int, generator: torch.Generator, temperature: float):
         tokens = prompt.unsqueeze(0)
         for _ in range(count):
-            scores = self(tokens[:, -self.context :])[:, -1]
+            scores = self(tokens[:, -self.context :])[:, -1].float()
             chances = F.softmax(scores / temperature, -1)
             tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
         return tokens.squeeze(0)
@@ -130,17 +132,22 @@ def batches(text: Text, context: int, batch: int, seed: int, rank: int, world_si
 
 def make_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     optimizer_class, defaults = OPTIMIZERS[options.optimizer]
-    if options.lr is not None:
+    if options.lr is not None and options.optimizer != "muon":
         defaults = defaults | {"lr": options.lr}
     if options.sharding == "none":
         return optimizer_class(model.parameters(), **defaults)
-    from shardstep import ZeroRedundancyOptimizer
+    from shardstep import ZeroRedundancyOptimizer, muon_groups
 
+    params = model.parameters()
+    if options.optimizer == "muon":  # the output layer is the embedding
+        params = muon_groups(model, head=(), lr=options.lr or 0.02)
     if options.stage == 2:
         defaults = defaults | {"stage": 2, "module": model}
-    return ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class, sharding=options.sharding, **defaults
-    )
+    if options.master != "none":
+        defaults = defaults | {"master_dtype": DTYPES[options.master]}
+    if options.rounding != "nearest":
+        defaults = defaults | {"rounding": options.rounding}
+    return ZeroRedundancyOptimizer(params, optimizer_class, sharding=options.sharding, **defaults)
 
 
 def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int, done: int):
@@ -213,11 +220,14 @@ def gather_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     """What each rank holds, in bytes. Collective."""
     parameters = list(model.parameters())
     local = getattr(optimizer, "optim", optimizer)
-    # In stage 2 `.grad` stands for the whole gradient, of which this rank holds its part.
-    sharded = optimizer.stats()["gradient_bytes"] if local is not optimizer else 0
+    state = nbytes(value for values in local.state.values() for value in values.values())
+    sharded = 0
+    if local is not optimizer:
+        # In stage 2 `.grad` stands for the whole gradient, of which this rank holds its part.
+        state, sharded = (optimizer.stats()[what] for what in ("state_bytes", "gradient_bytes"))
     mine = torch.tensor(
         [
-            nbytes(value for state in local.state.values() for value in state.values()),
+            state,
             nbytes(parameters),
             sharded or nbytes(parameter.grad for parameter in parameters),
             peak_memory(),
@@ -231,11 +241,18 @@ def gather_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     }
 
 
-def replicated_memory(rank: dict[str, int], optimizer: str) -> dict[str, int]:
+def replicated_memory(
+    rank: dict[str, int], model: nn.Module, options: argparse.Namespace
+) -> dict[str, int]:
     """What a rank would hold if it kept the whole state, computed from the sizes."""
-    copies = 2 if optimizer in ("adam", "adamw") else 1
-    whole = rank["parameters"]
-    return rank | {"optimizer state": copies * whole, "gradients": whole, "process peak": 0}
+    state = 0
+    for name, parameter in model.named_parameters():
+        by_muon = options.optimizer == "muon" and name.startswith("blocks.") and parameter.dim() > 1
+        copies = 2 if options.optimizer in ("adam", "adamw", "muon") and not by_muon else 1
+        wide = options.master != "none" or options.rounding != "nearest"
+        state += copies * (4 * parameter.numel() if wide else parameter.nbytes)
+        state += 4 * parameter.numel() if options.master != "none" else 0
+    return rank | {"optimizer state": state, "gradients": rank["parameters"], "process peak": 0}
 
 
 def print_memory(memory: dict[str, dict[str, int]]) -> None:
@@ -266,6 +283,7 @@ def train(options: argparse.Namespace, text: Text) -> None:
 
     torch.manual_seed(options.seed)
     model = Gpt(len(text.vocabulary), options.layers, options.width, options.heads, options.context)
+    model.to(DTYPES[options.dtype])
     ddp: torch.nn.Module = model  # in stage 2 the optimizer averages the gradients
     if options.stage == 1:
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -293,7 +311,9 @@ def train(options: argparse.Namespace, text: Text) -> None:
     for step in range(done + 1, options.steps + 1):
         inputs, targets = next(source)
         optimizer.zero_grad()
-        loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.autocast == "bf16"):
+            scores = ddp(inputs)
+        loss = F.cross_entropy(scores.float().flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -317,7 +337,7 @@ def train(options: argparse.Namespace, text: Text) -> None:
     memory = gather_memory(model, optimizer)
     if progress:
         progress.close()
-        memory["replicated"] = replicated_memory(memory["rank 0"], options.optimizer)
+        memory["replicated"] = replicated_memory(memory["rank 0"], model, options)
         if stopped:
             print("\nInterrupted.")
         else:
@@ -388,6 +408,13 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="local optimizer (default adamw)")
     add("--lr", type=positive, metavar="X", help="learning rate (default: suits the optimizer)")
+    add("--dtype", choices=DTYPES, default="fp32", help="of the parameters (default fp32)")
+    masters = "fp32: update float32 copies of bf16 parameters, divided as the state (default none)"
+    add("--master", choices=("none", "fp32"), default="none", help=masters)
+    roundings = "of bf16 parameters without masters (default nearest)"
+    add("--rounding", choices=("nearest", "stochastic"), default="nearest", help=roundings)
+    autocast = "bf16: multiply matrices in bfloat16 (default none)"
+    add("--autocast", choices=("none", "bf16"), default="none", help=autocast)
     seed = whole_number(0, 2**63 - 1)
     add("--seed", type=seed, metavar="N", default=1, help="of weights, batches and sample")
     add("--text", metavar="FILE", default=TEXT, help="text to learn (default: a keeper's log)")
@@ -412,6 +439,13 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         )
     if options.stage == 2 and options.sharding == "none":
         parser.error("--stage 2: expected a sharded optimizer, got '--sharding none'")
+    if options.optimizer == "muon" and options.sharding == "none":
+        parser.error("--optimizer muon: expected a sharded optimizer, got '--sharding none'")
+    narrow = options.dtype == "bf16" and options.sharding != "none"
+    if options.master != "none" and not narrow:
+        parser.error("--master: expected a sharded optimizer and '--dtype bf16'")
+    if options.rounding != "nearest" and not (narrow and options.master == "none"):
+        parser.error("--rounding: expected a sharded optimizer, '--dtype bf16', and no --master")
     if options.checkpoint and options.sharding == "none":
         parser.error("--checkpoint: expected a sharded optimizer, got '--sharding none'")
     world_size = int(os.environ.get("WORLD_SIZE", 1))

@@ -60,6 +60,10 @@ class Host:
         if self._init.stdout.readline().strip() != "ready":
             raise NotPermitted(f"unshare --pid: {self._init.stderr.read().strip()}")
 
+    def network(self) -> str:
+        """A file that stands for its network, for setns()."""
+        return f"/run/netns/{self._name}"
+
     def prefix(self) -> list[str]:
         """What to put before a command so that it runs on this host."""
         children = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text()

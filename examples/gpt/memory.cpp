@@ -69,10 +69,7 @@ int64_t parameter_bytes(const torch::nn::Module& model) {
   return bytes;
 }
 
-std::vector<NamedMemory> other_ways(int64_t parameters, const std::string& optimizer, int stage,
-                                    int world_size) {
-  const bool two = optimizer == "adam" || optimizer == "adamw";
-  const int64_t state = (two ? 2 : 1) * parameters;
+std::vector<NamedMemory> other_ways(int64_t parameters, int64_t state, int stage, int world_size) {
   std::vector<NamedMemory> ways;
   if (stage == 2) ways.push_back({"stage 1", {state / world_size, parameters, parameters, 0}});
   ways.push_back({"DDP", {state, parameters, parameters, 0}});

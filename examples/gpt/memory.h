@@ -31,10 +31,8 @@ std::vector<NamedMemory> gather_memory(Memory mine, c10d::ProcessGroup& group);
 int64_t parameter_bytes(const torch::nn::Module& model);
 
 // What each rank would hold in stage 1, where gradients are whole, and under DDP, where the state
-// is too. Computed from the sizes: two values of state per element for Adam and AdamW, one for the
-// other optimizers.
-std::vector<NamedMemory> other_ways(int64_t parameters, const std::string& optimizer, int stage,
-                                    int world_size);
+// is too. `state`: bytes of the whole optimizer state.
+std::vector<NamedMemory> other_ways(int64_t parameters, int64_t state, int stage, int world_size);
 
 // One line per name.
 std::string memory_table(const std::vector<NamedMemory>& rows);

@@ -88,7 +88,9 @@ at::Tensor GptImpl::generate(const at::Tensor& prompt, int64_t count, at::Genera
   auto tokens = prompt.unsqueeze(0);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t length = std::min(tokens.size(1), context_);
-    auto scores = forward(tokens.narrow(1, tokens.size(1) - length, length)).select(1, length - 1);
+    auto scores = forward(tokens.narrow(1, tokens.size(1) - length, length))
+                      .select(1, length - 1)
+                      .to(at::kFloat);
     auto next = at::multinomial(at::softmax(scores / temperature, -1), 1, false, generator);
     tokens = at::cat({tokens, next}, 1);
   }

@@ -41,11 +41,17 @@ void declare(CLI::App& app, Options& options) {
   count("--context", options.context, "characters that the model sees at once");
   count("--batch", options.batch, "sequences per step, over all ranks");
   count("--steps", options.steps, "optimizer steps");
-  choice("--optimizer", options.optimizer, {"adamw", "adam", "sgd", "adagrad", "rmsprop"},
-         "local optimizer");
+  choice("--optimizer", options.optimizer, {"adamw", "adam", "sgd", "adagrad", "rmsprop", "muon"},
+         "local optimizer; muon: for the blocks' matrices, AdamW for the rest");
   app.add_option("--lr", options.lr, "learning rate (default: one that suits the optimizer)")
       ->check(check_rate)
       ->type_name("X");
+  choice("--dtype", options.dtype, {"fp32", "bf16"}, "of the parameters");
+  choice("--master", options.master, {"none", "fp32"},
+         "fp32: update float32 copies of bf16 parameters, divided as the state");
+  choice("--rounding", options.rounding, {"nearest", "stochastic"},
+         "of bf16 parameters without masters");
+  choice("--autocast", options.autocast, {"none", "bf16"}, "bf16: multiply matrices in bfloat16");
   app.add_option("--seed", options.seed, "seed of weights, batches and sample")
       ->check(CLI::NonNegativeNumber.description(""))
       ->type_name("N")
@@ -94,6 +100,12 @@ Options parse_options(int argc, char** argv) {
   if (options.width % options.heads != 0) {
     throw UsageError("--width: expected a multiple of --heads " + std::to_string(options.heads) +
                      ", got '" + std::to_string(options.width) + "'");
+  }
+  if (options.master != "none" && options.dtype == "fp32") {
+    throw UsageError("--master: expected '--dtype bf16', got '--dtype fp32'");
+  }
+  if (options.rounding != "nearest" && (options.dtype == "fp32" || options.master != "none")) {
+    throw UsageError("--rounding: expected '--dtype bf16', and no --master");
   }
   return options;
 }

@@ -23,6 +23,10 @@ struct Options {
   int64_t steps = 1600;
   std::string optimizer = "adamw";
   std::optional<double> lr;
+  std::string dtype = "fp32";
+  std::string master = "none";
+  std::string rounding = "nearest";
+  std::string autocast = "none";
   uint64_t seed = 1;
   std::string text;
   int64_t stage = 2;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The choices that decide which rank owns what, and how it is sent.
+// The choices that decide which rank owns what, and how it is sent and rounded.
 
 namespace shardstep {
 
@@ -15,6 +15,12 @@ enum class ExchangeKind {
   kPairwise,      // a message between every two ranks
   kSharedMemory,  // all ranks on one host, tensors on the CPU
   kHierarchical,  // shared memory inside each host, messages between hosts; tensors on the CPU
+};
+
+// How the update of a bfloat16 parameter without a master becomes bfloat16 again.
+enum class Rounding {
+  kNearest,     // what the local optimizer itself does
+  kStochastic,  // computed in float32, then up or down at random: right on average
 };
 
 }  // namespace shardstep

@@ -108,6 +108,13 @@ struct ZeroOptions {
   // changed in place, its master follows; changes through `.data` are not noticed. Masters are
   // part of the state, as "master_param".
   TORCH_ARG(std::optional<at::ScalarType>, master_dtype);
+  // Without masters. kStochastic is for bfloat16 parameters: the local optimizer updates float32
+  // copies of those that this rank owns, which take memory during step() only, and the result is
+  // rounded up or down at random, so that on average no update is lost for being smaller than a
+  // parameter's last bit. Gradients are summed in float32, and the state is float32. Each step()
+  // draws one number from torch's default generator on the CPU, which checkpoints save. Parameters
+  // as wide as float32 are updated as without it; float16 is refused.
+  TORCH_ARG(Rounding, rounding) = Rounding::kNearest;
   // When sharding by parameter: what the update of a parameter costs. The ranks divide the total
   // evenly. Unset: the number of elements; for Muon, the number of operations.
   TORCH_ARG(std::function<double(const at::Tensor&)>, cost);

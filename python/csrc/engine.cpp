@@ -37,7 +37,7 @@ Sharding sharding_named(const std::string& name) {
 EngineOptions options_of(std::optional<Stage2Options> stage2, const std::string& sharding,
                          const std::string& exchange, bool flat,
                          std::optional<double> bucket_cap_mb, bool overlap,
-                         std::optional<at::ScalarType> master_dtype) {
+                         std::optional<at::ScalarType> master_dtype, const std::string& rounding) {
   return {.stage2 = stage2,
           .sharding = sharding_named(sharding),
           .storage = flat ? BucketStorage::kFlat : BucketStorage::kInPlace,
@@ -50,7 +50,10 @@ EngineOptions options_of(std::optional<Stage2Options> stage2, const std::string&
                                            exchange),
           .bucket_cap_mb = bucket_cap_mb,
           .overlap = overlap,
-          .master_dtype = master_dtype};
+          .master_dtype = master_dtype,
+          .rounding = choose<Rounding>(
+              "rounding", {{"nearest", Rounding::kNearest}, {"stochastic", Rounding::kStochastic}},
+              rounding)};
 }
 
 using PyValue = std::variant<at::Tensor, py::bytes>;
@@ -293,18 +296,19 @@ void bind_engine(py::module_& module) {
                   const std::string& exchange, bool flat, std::optional<double> bucket_cap_mb,
                   bool overlap, bool share_parameters, bool overlap_forward,
                   std::optional<at::ScalarType> gradient_dtype,
-                  std::optional<at::ScalarType> master_dtype) {
+                  std::optional<at::ScalarType> master_dtype, const std::string& rounding) {
                  const auto stage2 = stage2_options(
                      stage, {share_parameters, overlap_forward, gradient_dtype}, group);
                  return std::make_shared<ShardEngine>(
                      group, options_of(stage2, sharding, exchange, flat, bucket_cap_mb, overlap,
-                                       master_dtype));
+                                       master_dtype, rounding));
                })),
            py::arg("group"), py::kw_only(), py::arg("stage") = 1, py::arg("sharding") = "parameter",
            py::arg("exchange") = "auto", py::arg("flat") = false,
            py::arg("bucket_cap_mb") = py::none(), py::arg("overlap") = false,
            py::arg("share_parameters") = false, py::arg("overlap_forward") = false,
-           py::arg("gradient_dtype") = py::none(), py::arg("master_dtype") = py::none())
+           py::arg("gradient_dtype") = py::none(), py::arg("master_dtype") = py::none(),
+           py::arg("rounding") = "nearest")
       .def("add_groups", wrap_pybind_function_no_gil(add_groups), py::arg("groups"),
            py::arg("error"), py::arg("use"))
       .def("lend_gradients", wrap_pybind_function_no_gil([](ShardEngine& engine, bool has) {
@@ -316,7 +320,8 @@ void bind_engine(py::module_& module) {
            }))
       .def("before_closure",
            wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_closure(); }))
-      .def("round_masters", wrap_pybind_function_no_gil([](ShardEngine& e) { e.round_masters(); }))
+      .def("round_copies", wrap_pybind_function_no_gil([](ShardEngine& e) { e.round_copies(); }))
+      .def("updates_copy", &ShardEngine::updates_copy)
       .def("has_master", &ShardEngine::has_master)
       .def("saved_master", wrap_pybind_function([](const ShardEngine& engine, int64_t param) {
              return defined(engine.saved_master(param));
@@ -325,7 +330,7 @@ void bind_engine(py::module_& module) {
              engine.load_masters(masters_of(masters));
            }))
       .def("widen_params", wrap_pybind_function([](ShardEngine& engine, const PyMasters& masters) {
-             engine.widen_params(masters_of(masters));
+             widen_params(engine.params(), masters_of(masters));
            }))
       .def("widen_own_params",
            wrap_pybind_function_no_gil([](ShardEngine& engine, const PyMasters& masters) {

@@ -18,10 +18,11 @@ from shardstep._checkpoint_content import (
     with_schedulers,
     without_schedulers,
 )
-from shardstep._engine_state import EngineValues, from_engine
+from shardstep._engine_state import EngineValues, check_divisible, from_engine
 from shardstep._errors import telling_every_rank
 from shardstep._generators import rng_states, set_rng_states
 from shardstep._masters import MASTER_KEY, Masters, without_masters
+from shardstep._nested_state import flat, nested, nested_names
 from shardstep._progress import Progress, saving_progress
 from shardstep._several_optimizers import SeveralOptimizers, keep, members_of
 from shardstep._sharded_optimizer import ShardedOptimizer
@@ -119,6 +120,10 @@ class CheckpointMethods(ShardedOptimizer):
             self._let_parameters_arrive()
             self._push_options()
             own, extra_state = self._local_state()
+            for index, values in own.items():
+                if self._by_element(index):
+                    check_divisible(index, values)
+            own = {index: flat(values) for index, values in own.items()}
             content["state"] = {**own, **extra_state}
             content["param_groups"] = self._groups_by_index()
             content["names"] = self._names(module)
@@ -249,6 +254,13 @@ class CheckpointMethods(ShardedOptimizer):
         restore = keep(self.optim)
         try:
             with telling_every_rank(self._checkpointer.share, self._where()):
+                for index, values in state.items():
+                    if self._by_element(index) and (names := nested_names(values)):
+                        raise ValueError(
+                            f"shardstep: expected state of plain tensors for parameter {index} "
+                            f"when sharding by element, got {', '.join(names)}; shard by parameter"
+                        )
+                state = {index: nested(values) for index, values in state.items()}
                 self._take(groups, state)
                 self._keep_dtypes(state)
         except Exception:

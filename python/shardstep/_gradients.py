@@ -80,7 +80,8 @@ class GradientMethods(ShardedOptimizer):
 
     def _sum_dtype(self, index: int) -> torch.dtype:
         """In which gradients of a parameter are summed."""
-        return torch.float32 if self.engine.has_master(index) else self._index_to_param[index].dtype
+        wide = self.engine.updates_copy(index)
+        return torch.float32 if wide else self._index_to_param[index].dtype
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. After a backward pass that raised, call it on every rank."""

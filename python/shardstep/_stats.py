@@ -105,10 +105,7 @@ class StatsMethods(ShardedOptimizer):
         )
 
     def _state_bytes(self) -> int:
-        return sum(
-            value.nbytes
-            for values in self.optim.state.values()
-            if isinstance(values, dict)
-            for value in values.values()
-            if isinstance(value, torch.Tensor)
-        )
+        values = (v for v in self.optim.state.values() if isinstance(v, dict))
+        tensors = [t for v in values for t in v.values() if isinstance(t, torch.Tensor)]
+        masters = (self.engine.saved_master(local.index) for local in self._local)
+        return sum(t.nbytes for t in (*tensors, *(m for m in masters if m is not None)))

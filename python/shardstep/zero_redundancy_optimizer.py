@@ -140,6 +140,13 @@ class ZeroRedundancyOptimizer(
             rounded parameters are sent. If you change a parameter in place, as load_state_dict()
             does, its master follows; changes through `.data` are not noticed. Masters are part of
             the state, as "master_param".
+        rounding: without master_dtype. "stochastic" is for bfloat16 parameters: the local optimizer
+            updates float32 copies of those that this rank owns, which take memory during step()
+            only, and the result is rounded up or down at random, so that on average no update is
+            lost for being smaller than a parameter's last bit. Gradients are summed in float32, and
+            the state is float32. Each step() draws one number from torch's default generator on the
+            CPU, which checkpoints save. Parameters as wide as float32 are updated as without it;
+            float16 is refused.
         cost: when sharding by parameter, a function of a parameter that returns what its update
             costs; the ranks divide the total evenly. None means the number of elements, as in
             torch's class, and for torch.optim.Muon the number of operations.
@@ -166,6 +173,7 @@ class ZeroRedundancyOptimizer(
         broadcast_buffers: bool = True,
         gradient_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
         cost: Cost | None = None,
         elementwise: bool = False,
         **defaults: Any,
@@ -211,6 +219,7 @@ class ZeroRedundancyOptimizer(
                 overlap_forward=overlaps_forward,
                 gradient_dtype=gradient_dtype,
                 master_dtype=master_dtype,
+                rounding=rounding,
             )
             groups = parse_param_groups(params, _OWN_OPTIONS)
             self._settings = [take_settings(group, self._default_settings) for group in groups]
@@ -482,7 +491,7 @@ class ZeroRedundancyOptimizer(
                 return loss
 
             loss = self.optim.step(closure=with_gradients, **kwargs)
-        self.engine.round_masters()
+        self.engine.round_copies()
         self._pull_options()
         return loss  # type: ignore[no-any-return]
 

@@ -36,6 +36,10 @@ void check_options(const EngineOptions& options, const ProcessGroupPtr& group) {
   TORCH_CHECK_VALUE(!options.master_dtype || *options.master_dtype == at::kFloat,
                     "shardstep: expected master_dtype to be float32, got ", *options.master_dtype,
                     who(group));
+  TORCH_CHECK_VALUE(!options.master_dtype || options.rounding == Rounding::kNearest,
+                    "shardstep: expected master_dtype or stochastic rounding, got both; masters "
+                    "are never rounded, so leave one of them out",
+                    who(group));
   if (!options.stage2) return;
   TORCH_CHECK_VALUE(!options.overlap,
                     "shardstep: expected stage 1 with overlap_with_ddp, got stage 2, which reduces "
@@ -73,7 +77,8 @@ std::string describe(const EngineOptions& options) {
       options.storage == BucketStorage::kFlat, ", exchange ", static_cast<int>(options.exchange),
       ", bucket cap ", options.bucket_cap_mb ? c10::str(*options.bucket_cap_mb) : "by rule",
       ", overlap ", options.overlap, ", master_dtype ",
-      options.master_dtype ? c10::toString(*options.master_dtype) : "none");
+      options.master_dtype ? c10::toString(*options.master_dtype) : "none",
+      ", stochastic rounding ", options.rounding == Rounding::kStochastic);
   if (!options.stage2) return text + ", stage 1";
   const auto& [share_parameters, overlap_forward, gradient_dtype] = *options.stage2;
   return c10::str(text, ", stage 2, shared parameters ", share_parameters, ", overlap_forward ",

@@ -41,6 +41,9 @@ struct EngineOptions {
   // Float32: the local optimizer updates masters of this dtype in place of bfloat16 and float16
   // parameters, which get the rounded result.
   std::optional<at::ScalarType> master_dtype = std::nullopt;
+  // Stochastic: the local optimizer updates float32 copies of bfloat16 parameters, which exist
+  // during the update, and gradients are summed in float32.
+  Rounding rounding = Rounding::kNearest;
 };
 
 // The options for a `stage` that a user asked for. Throws ValueError if there is no such stage, or

@@ -11,6 +11,10 @@ std::optional<int64_t> version_of(const at::Tensor& param) {
 
 }  // namespace
 
+bool can_be_widened(const at::Tensor& param) {
+  return param.scalar_type() == at::kFloat || param.scalar_type() == at::kDouble;
+}
+
 void widen_from_master(const at::Tensor& param, const at::Tensor& master) {
   at::NoGradGuard no_grad;
   const auto values = param.detach();
@@ -41,6 +45,10 @@ void MasterParam::round_into(const at::Tensor& param, const at::Tensor& own) {
   own.copy_(tensor_);
   version_ = version_of(param);
   is_wider_ = true;
+}
+
+void MasterParam::keep_up_with(const at::Tensor& param) {
+  if (version_) version_ = version_of(param);
 }
 
 void MasterParam::load(const at::Tensor& values) {

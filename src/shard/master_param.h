@@ -22,6 +22,9 @@ constexpr bool is_narrow(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
+// Whether a parameter that has no master has room for a master's bits.
+SHARDSTEP_API bool can_be_widened(const at::Tensor& param);
+
 // Where the elements of a parameter of full width are those of `master`, rounded, they become those
 // of `master`. REQUIRES: tensors of one size.
 SHARDSTEP_API void widen_from_master(const at::Tensor& param, const at::Tensor& master);
@@ -38,6 +41,8 @@ class MasterParam {
   void follow(const at::Tensor& param, const at::Tensor& own, bool moved);
   // Writes the rounded master into the parameter.
   void round_into(const at::Tensor& param, const at::Tensor& own);
+  // The engine has written the parameter, which is still the rounded master here.
+  void keep_up_with(const at::Tensor& param);
   // Takes saved values; follow() compares them with the parameter.
   void load(const at::Tensor& values);
   // Starts from the parameter again.

@@ -18,12 +18,12 @@
 #include "shard/bucket.h"
 #include "shard/engine_options.h"
 #include "shard/gradient_reducer.h"
-#include "shard/master_param.h"
 #include "shard/param_agreement.h"
 #include "shard/partition.h"
 #include "shard/phase_times.h"
 #include "shard/sharded_gradients.h"
 #include "shard/step_outcome.h"
+#include "shard/wide_params.h"
 #include "shardstep/export.h"
 #include "shardstep/process_group.h"
 
@@ -49,7 +49,7 @@ struct EngineGroup {
 
 // What the local optimizer updates: the parameter itself or, by element and with overlap, a tensor
 // over the same memory whose gradient the engine sets (a 1-D view of some of the elements, or all).
-// Of a narrow parameter, with masters, the float32 copy.
+// Of a narrow parameter, with masters or stochastic rounding, the float32 copy.
 struct LocalParam {
   int64_t index = 0;  // of the parameter, across groups
   Range elements;     // of the parameter, in memory order
@@ -78,20 +78,20 @@ class SHARDSTEP_API ShardEngine {
   const std::vector<at::Tensor>& params() const { return params_; }
   const at::Tensor& param(int64_t index) const { return params_[index]; }
   int64_t param_count() const { return partition_.param_count(); }
-  // Whether the local optimizer updates a master of the parameter.
-  bool has_master(int64_t param) const {
-    return options_.master_dtype && is_narrow(params_[param].scalar_type());
+  // Whether the local optimizer updates a float32 copy of the parameter, and gradients are summed
+  // in float32.
+  bool updates_copy(int64_t param) const {
+    return wide_.has_copies_of(params_[param].scalar_type());
   }
-  // What belongs into a saved state under kMasterKey; undefined if this rank owns no master of the
-  // parameter, or the parameter itself says as much.
-  at::Tensor saved_master(int64_t param) const;
-  // Masters by parameter: this rank's share, undefined where a state is loaded that has none. These
-  // and those that are not mentioned start from their parameters; if there are any of the former,
-  // warns.
+  // Whether this copy is a master.
+  bool has_master(int64_t param) const {
+    return wide_.has_masters_of(params_[param].scalar_type());
+  }
+  at::Tensor saved_master(int64_t param) const { return wide_.saved_master(param); }
+  // Masters by parameter: this rank's share, as WideParams takes them. Warns if some are missing.
   void load_masters(const std::map<int64_t, at::Tensor>& masters);
-  // Parameters without masters that are the rounded values of these take the values, whole.
-  void widen_params(const std::map<int64_t, at::Tensor>& masters);
-  // The same with this rank's share, which then goes to the other ranks. Collective.
+  // Where parameters without masters are the rounded values of this rank's share of `masters`, they
+  // take the values, which then go to the other ranks. Collective.
   void widen_own_params(const std::map<int64_t, at::Tensor>& masters);
   // How a parameter is divided.
   Sharding sharding(int64_t param) const { return partition_.sharding(param); }
@@ -108,9 +108,9 @@ class SHARDSTEP_API ShardEngine {
   void before_step();
   // The local optimizer calls its closure: the next collective call is before_step().
   void before_closure();
-  // Writes the masters that the local optimizer has updated, rounded, into their parameters.
-  // after_step and after_partial_step call it.
-  void round_masters();
+  // Writes the float32 copies that the local optimizer has updated, rounded, into their parameters.
+  // after_step and after_partial_step do it too.
+  void round_copies() { wide_.round(); }
   // Sends what this rank owns to every other and receives the rest. Throws if another rank's update
   // has thrown; with overlap_forward wait() does. Collective.
   void after_step();
@@ -205,6 +205,7 @@ class SHARDSTEP_API ShardEngine {
   void broadcast_params(size_t first);
   void build_new_buckets();
   void reduce_new_buckets(size_t first);
+  void set_whole_gradients();
   void set_reduced_gradients();
   // Ends the rounds of stage 2, if any, and compares the parameters across ranks.
   void compare();
@@ -212,15 +213,15 @@ class SHARDSTEP_API ShardEngine {
   void take_gradients();
   void send_params(const std::exception_ptr& error);
   void hear_outcome();
-  // Whether a saved master has more bits than the parameter.
-  bool can_widen(int64_t param) const;
+  void await_bucket(size_t bucket);
+  void has_arrived(size_t bucket);
   at::Device control_device() const;
   void add_local_params(size_t group);
   void follow_params();
   // Whether the local parameter is the engine's own tensor.
   bool aliased(int64_t param) const {
     return sharding(param) == Sharding::kElement || options_.overlap || options_.stage2 ||
-           options_.master_dtype;
+           options_.master_dtype || updates_copy(param);
   }
   bool share_parameters() const { return options_.stage2 && options_.stage2->share_parameters; }
   at::Tensor local_view(int64_t param, Range elements) const;
@@ -254,7 +255,7 @@ class SHARDSTEP_API ShardEngine {
   std::vector<bool> trainable_;                          // by parameter, when last checked
   std::vector<std::vector<LocalParam>> local_;           // by group
   std::vector<std::optional<LocalPlace>> local_places_;  // by parameter; unset if not owned here
-  std::vector<std::optional<MasterParam>> masters_;      // likewise, of narrow parameters
+  WideParams wide_;
 };
 
 }  // namespace shardstep

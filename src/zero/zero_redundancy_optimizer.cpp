@@ -49,7 +49,8 @@ EngineOptions engine_options(const ZeroOptions& options, const ProcessGroupPtr& 
           .exchange = options.exchange(),
           .bucket_cap_mb = options.bucket_cap_mb(),
           .overlap = options.overlap_with_ddp(),
-          .master_dtype = options.master_dtype()};
+          .master_dtype = options.master_dtype(),
+          .rounding = options.rounding()};
 }
 
 std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerOptions& options) {

@@ -170,7 +170,7 @@ void ZeroRedundancyOptimizer::load_state_dict(const StateDict& dict) {
   }
 
   take(options, states, masters);
-  engine_->widen_params(whole_masters);
+  widen_params(engine_->params(), whole_masters);
   may_have_state_ = !dict.state.empty();
 }
 
@@ -182,8 +182,8 @@ void ZeroRedundancyOptimizer::add_state(size_t group, const LocalParam& param, N
     values.erase(kMasterKey);
     if (values.is_empty()) return;
   }
-  if (engine_->has_master(param.index)) {
-    // State of a run without masters may be as narrow as its parameters.
+  if (engine_->updates_copy(param.index)) {
+    // State of a run without copies may be as narrow as its parameters.
     for (auto& item : values) {
       if (!item.value().isTensor() || item.key() == "step") continue;
       const auto& tensor = item.value().toTensor();

@@ -23,7 +23,7 @@ TINY = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 8, "steps"
 OPTIONS = {
     *TINY,
     *("optimizer", "lr", "seed", "text", "stage", "sharding", "log", "memory", "help"),
-    *("checkpoint", "every"),
+    *("checkpoint", "every", "dtype", "master", "rounding", "autocast"),
 }
 LAUNCHER_VARIABLES = re.compile(
     "^(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMI|SLURM_|TORCHELASTIC_|OMP_NUM_THREADS)"
@@ -206,6 +206,32 @@ def test_stage_1_trains_the_same(run):
     assert losses == pytest.approx(run(2)[0], abs=TOLERANCE)
 
 
+NARROW = {"dtype": "bf16", "master": "fp32"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        NARROW,
+        {"optimizer": "muon"},
+        pytest.param({"autocast": "bf16"}, marks=full),
+        pytest.param({"dtype": "bf16", "rounding": "stochastic"}, marks=full),
+        pytest.param(NARROW | {"optimizer": "muon"}, marks=full),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_narrow_parameters_and_muon_learn(run, options, tmp_path):
+    files = {"log": tmp_path / "loss.csv", "memory": tmp_path / "memory.csv"}
+    train(*flags(TINY | options | files), ranks=2)
+    losses, memory = losses_of(files["log"]), memory_of(files["memory"])
+    assert losses[0] == pytest.approx(run(1)[0][0], abs=0.02)
+    assert max(losses[-5:]) < losses[0] - 0.3
+    whole, parameters, _ = memory["DDP"]
+    assert memory["rank 0"][0] + memory["rank 1"][0] == pytest.approx(whole, rel=0.05)
+    if options == NARROW:
+        assert whole == 6 * parameters  # two moments and masters in float32, for two bytes
+
+
 @full
 def test_same_seed_same_run_other_seed_other_run(run):
     again, *_ = run(1, repetition=2)
@@ -257,6 +283,8 @@ def test_help_lists_every_option():
         ("--steps 0", "--steps: Value 0 not in range 1 to 1000000"),
         ("--lr nan", "--lr: expected a positive number, got 'nan'"),
         ("--width 30 --heads 4", "--width: expected a multiple of --heads 4, got '30'"),
+        ("--master fp32", "--master: expected '--dtype bf16'"),
+        ("--rounding stochastic", "--rounding: expected '--dtype bf16'"),
         ("--context 16 --text /dev/null", "at least --context + 1 = 17 characters, got 0"),
         *(
             pytest.param(*case, marks=full)
@@ -266,7 +294,7 @@ def test_help_lists_every_option():
                 ("--steps 10x", "10x"),
                 ("--lr 0", "--lr: expected a positive number, got '0'"),
                 ("--seed -1", "--seed"),
-                ("--optimizer lion", "lion not in {adamw,adam,sgd,adagrad,rmsprop}"),
+                ("--optimizer lion", "lion not in {adamw,adam,sgd,adagrad,rmsprop,muon}"),
                 ("--text /nowhere/text", "No such file"),
                 ("--log /nowhere/log.csv", "--log: expected a file that can be written"),
             )

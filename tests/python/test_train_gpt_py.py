@@ -133,6 +133,30 @@ def test_stage_2_divides_the_gradients_and_learns_the_same(run, tmp_path):
     assert memory["rank 0"][2] < 0.6 * memory["replicated"][2]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bf16", "master": "fp32", "stage": 2},
+        {"optimizer": "muon"},
+        pytest.param({"autocast": "bf16"}, marks=full),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_narrow_parameters_and_muon_learn_as_in_cpp(tmp_path, options):
+    files = {"log": tmp_path / "loss.csv", "memory": tmp_path / "memory.csv"}
+    train(TINY | options | files)
+    losses = losses_of(files["log"])
+    assert max(losses[-5:]) < losses[0] - 0.3
+    memory = memory_of(files["memory"])
+    states = memory["rank 0"][0] + memory["rank 1"][0]
+    assert states == pytest.approx(memory["replicated"][0], rel=0.05)
+    cpp = tmp_path / "cpp.csv"
+    train_in_cpp(*flags(TINY | options | {"log": cpp}), ranks=2)
+    # Muon iterates in bfloat16, and so differs more between the two.
+    tolerance = 1e-5 if "optimizer" not in options else 0.05
+    assert losses_of(cpp) == pytest.approx(losses, abs=tolerance)
+
+
 @full
 def test_under_torchrun(run, tmp_path):
     log = tmp_path / "torchrun.csv"
@@ -202,6 +226,9 @@ def test_help_lists_every_option(monkeypatch, capsys):
         ("--seed -1", "--seed"),
         ("--optimizer lion", "--optimizer: invalid choice: 'lion'"),
         ("--width 30 --heads 4", "--width: expected a multiple of --heads 4, got '30'"),
+        ("--optimizer muon --sharding none", "--optimizer muon: expected a sharded optimizer"),
+        ("--master fp32", "--master: expected a sharded optimizer and '--dtype bf16'"),
+        ("--rounding stochastic", "--rounding: expected a sharded optimizer, '--dtype bf16'"),
         ("--batch 0", "--batch: expected a whole number"),
         ("--text /nowhere/text", "No such file"),
         ("--text /dev/null", "at least --context + 1 = 65 characters, got 0"),

@@ -28,19 +28,18 @@ at::Tensor scaled_loss(const std::vector<at::Tensor>& params, int step, double f
 TEST(GradScaler, SkipsOnEveryRankAndChangesNoBits) {
   for (int stage : {1, 2}) {
     for (int world_size : {1, 2}) {
-      for (bool narrow : {false, true}) {
-        SCOPED_TRACE(c10::str(stage, " ", world_size, " ", narrow));
+      for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+        SCOPED_TRACE(c10::str(stage, " ", world_size, " ", dtype));
         test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
           const auto make = [&] {
             std::vector<at::Tensor> params;
             for (const auto& param : test::make_params()) {
-              const auto dtype = narrow ? at::kBFloat16 : at::kFloat;
               params.push_back(param.detach().to(dtype).requires_grad_());
             }
             return params;
           };
           auto options = ZeroOptions().process_group(group).stage(stage);
-          if (narrow) options.master_dtype(at::kFloat);
+          if (dtype != at::kFloat) options.master_dtype(at::kFloat);
           const auto params = make(), plain_params = make();
           const torch::optim::SGDOptions sgd(0.125);
           ZeroRedundancyOptimizer zero(params, sgd, options), plain(plain_params, sgd, options);
@@ -62,6 +61,48 @@ TEST(GradScaler, SkipsOnEveryRankAndChangesNoBits) {
           EXPECT_EQ(scaler.get_scale(), 1024);  // once halved, once doubled
         });
       }
+    }
+  }
+}
+
+// Float16 parameters with masters: from 2^15 on, gradients of the last rank alone have no room in
+// float16. Steps are skipped on every rank until the scale fits; then the scale changes no bits.
+TEST(GradScaler, FindsTheScaleOfFloat16Gradients) {
+  for (int stage : {1, 2}) {
+    for (auto sharding : {Sharding::kElement, Sharding::kParameter}) {
+      SCOPED_TRACE(c10::str(stage, " ", static_cast<int>(sharding)));
+      test::run_ranks(2, [&](const ProcessGroupPtr& group) {
+        const auto make = [] {
+          return std::vector<at::Tensor>{torch::ones({6}, at::kHalf).requires_grad_(),
+                                         torch::ones({3, 5}, at::kHalf).requires_grad_()};
+        };
+        const auto options =
+            ZeroOptions().process_group(group).stage(stage).sharding(sharding).master_dtype(
+                at::kFloat);
+        const auto params = make(), plain_params = make();
+        const torch::optim::AdamWOptions adamw(0.125);
+        ZeroRedundancyOptimizer zero(params, adamw, options), plain(plain_params, adamw, options);
+        GradScaler scaler(GradScalerOptions().init_scale(1 << 17));
+        // In stage 1 gradients are averaged before they arrive, so they are the same everywhere.
+        const double factor = stage == 1 || group->getRank() == 1 ? 2 : 0.0078125;
+        const auto loss_of = [&](const std::vector<at::Tensor>& over) {
+          return (over[0].to(at::kFloat).sum() + over[1].to(at::kFloat).sum() * 0.5) * factor;
+        };
+        for (int step = 0; step < 6; ++step) {
+          zero.zero_grad();
+          scaler.scale(loss_of(params)).backward();
+          const bool fits = step >= 3;  // at 2^17, 2^16 and 2^15 it overflows
+          EXPECT_EQ(scaler.step(zero), fits) << step;
+          scaler.update();
+          if (fits) {
+            plain.zero_grad();
+            loss_of(plain_params).backward();
+            plain.step();
+          }
+          test::expect_equal(params, plain_params, c10::str("step ", step));
+        }
+        EXPECT_EQ(scaler.get_scale(), 1 << 14);
+      });
     }
   }
 }

@@ -187,20 +187,46 @@ def test_dcp_loads_into_a_fresh_optimizer(name, tmp_path):
     assert_bitwise(fresh.param_groups[0]["params"], plain.param_groups[0]["params"])
 
 
-@pytest.mark.parametrize("name", ["Hidden", "TouchesState"])
+def saved_by(zero, folder):
+    """A checkpoint, on every rank's disk."""
+    directory = [str(folder / "checkpoint")]
+    dist.broadcast_object_list(directory)
+    zero.save_checkpoint(directory[0])
+    return directory[0]
+
+
+@pytest.mark.parametrize("name", EVERY)
 @on_ranks(2)
 def test_a_checkpoint_brings_it_back(name, tmp_path):
     zero, plain = twins(name)
-    zero.save_checkpoint(tmp_path / "checkpoint")
+    directory = saved_by(zero, tmp_path)
     fresh = ZeroRedundancyOptimizer(copies(zero.param_groups[0]["params"]), EVERY[name], lr=0.1)
-    fresh.load_checkpoint(tmp_path / "checkpoint")
-    assert_same(everywhere(fresh), plain.state_dict())
+    fresh.load_checkpoint(directory)
+    assert_same(dense(everywhere(fresh)), dense(plain.state_dict()))
+    for optimizer in (fresh, plain):
+        stepped(optimizer, optimizer.param_groups[0]["params"], 1)
+    assert_bitwise(fresh.param_groups[0]["params"], plain.param_groups[0]["params"])
+    # At another world size.
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    small = ZeroRedundancyOptimizer(
+        copies(zero.param_groups[0]["params"]), EVERY[name], process_group=alone, lr=0.1
+    )
+    small.load_checkpoint(directory)
+    assert_same(dense(everywhere(small)["state"]), dense(everywhere(zero)["state"]))
+
+
+class Opaque(Quantized):
+    """Does not say what it consists of."""
+
+    __tensor_flatten__ = None
 
 
 @on_ranks(2)
-def test_a_checkpoint_refuses_tensors_without_storage_by_name(tmp_path):
+def test_a_checkpoint_refuses_tensors_that_do_not_say_what_they_consist_of(tmp_path):
     zero, _ = twins("EightBit")
-    with pytest.raises(TypeError, match=r"momentum.*Quantized"):
+    for values in zero.optim.state.values():
+        values["momentum"].__class__ = Opaque
+    with pytest.raises(TypeError, match=r"momentum.*Opaque"):
         zero.save_checkpoint(tmp_path / "checkpoint")
     plain = ZeroRedundancyOptimizer(make_parameters(3), torch.optim.SGD, lr=0.1)
     with pytest.raises(TypeError, match=r"extra.*Quantized"):
@@ -208,7 +234,7 @@ def test_a_checkpoint_refuses_tensors_without_storage_by_name(tmp_path):
 
 
 @on_ranks(2)
-def test_by_element_tensors_without_storage_are_refused_by_name():
+def test_by_element_tensors_without_storage_are_refused_by_name(tmp_path):
     parameters = make_parameters(*SHAPES)
     zero = ZeroRedundancyOptimizer(
         parameters, EightBit, lr=0.1, sharding="element", elementwise=True
@@ -218,6 +244,22 @@ def test_by_element_tensors_without_storage_are_refused_by_name():
         zero.consolidate_state_dict()
     with pytest.raises(TypeError, match=r"momentum.*Quantized.*shard by parameter"):
         zero.sharded_state_dict()
+    with pytest.raises(TypeError, match=r"momentum.*Quantized.*shard by parameter"):
+        zero.save_checkpoint(tmp_path / "refused")
+    by_parameter, _ = twins("EightBit")
+    directory = saved_by(by_parameter, tmp_path)
+    with pytest.raises(ValueError, match=r"by element, got momentum; shard by parameter"):
+        zero.load_checkpoint(directory)
+
+
+@on_ranks(2)
+def test_a_checkpoint_imports_nothing(tmp_path):
+    zero, _ = twins("EightBit")
+    for values in zero.optim.state.values():
+        values["momentum"].__class__ = type("Gone", (Quantized,), {"__module__": "nowhere"})
+    directory = saved_by(zero, tmp_path)
+    with pytest.raises(ValueError, match=r"Gone of nowhere.* import the optimizer's package"):
+        zero.load_checkpoint(directory)
 
 
 class KeepsFunctions(torch.optim.SGD):

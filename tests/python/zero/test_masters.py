@@ -71,7 +71,7 @@ def stage2(parameters, optimizer_class, **options):
 
 
 @both_shardings
-@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory", "native"])
+@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory", "native", "hierarchical"])
 @pytest.mark.parametrize(
     "optimizer_class, options",
     [(torch.optim.AdamW, {"fused": True}), (torch.optim.NAdam, {}), (torch.optim.Rprop, {})],
@@ -119,6 +119,38 @@ def test_torchs_clipping_and_scaler_work_on_the_float32_sums(sharding):
         by_hand.step()
         for left, right in zip(parameters, by_hand.parameters, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+
+
+@on_ranks(2)
+def test_groups_added_later_and_wide_parameters_beside_narrow_ones():
+    """Of the wide ones, gradients travel in gradient_dtype; narrow ones travel as they are."""
+    options = {"lr": 1e-2, "sharding": "element", "gradient_dtype": torch.float16}
+    parameters = narrow_parameters()
+    zero = stage2(parameters[:3], torch.optim.AdamW, **options)
+    wide = [nn.Parameter(p.detach().float()) for p in narrow_parameters(seed=5)]
+    zero.add_param_group({"params": parameters[3:]})
+    zero.add_param_group({"params": wide})
+    by_hand = ByHand(torch.optim.AdamW, lr=1e-2)
+    plain_wide = [nn.Parameter(p.detach().clone()) for p in wide]
+    plain = torch.optim.AdamW(plain_wide, lr=1e-2)
+    for number in range(3):
+        loss = loss_of(parameters, dist.get_rank(), number)
+        (loss + loss_of(wide, dist.get_rank(), 50 + number)).backward()
+        zero.step()
+        zero.zero_grad()
+        by_hand.sum_gradients(number)
+        by_hand.step()
+        assert_bitwise(parameters, by_hand.parameters)
+        sums = [torch.zeros_like(p) for p in plain_wide]
+        for rank in range(2):
+            loss = loss_of(plain_wide, rank, 50 + number)
+            terms = torch.autograd.grad(loss, plain_wide, allow_unused=True)
+            for total, term in zip(sums, terms, strict=True):
+                total.add_(0 if term is None else term.half().float())
+        for parameter, total in zip(plain_wide, sums, strict=True):
+            parameter.grad = total.div_(2)
+        plain.step()
+        assert_bitwise(wide, plain_wide)
 
 
 def net_of(dtype):
@@ -240,13 +272,31 @@ def test_loading_a_models_weights_later_reaches_the_masters():
         assert (parameter - loaded).abs().max() < 0.5
 
 
+@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory", "native", "hierarchical"])
+@on_ranks(2)
+def test_changes_through_data_are_not_seen_whatever_the_exchange(exchange):
+    """So no step compares parameters with their masters: what arrives does not count."""
+    parameters = narrow_parameters()
+    zero = ZeroRedundancyOptimizer(
+        parameters, torch.optim.SGD, lr=0.0, sharding="element", exchange=exchange, **MASTERS
+    )
+    expected = [p.detach().clone() for p in parameters]
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        zero.step()
+        assert_bitwise(parameters, expected)
+        for parameter in parameters:
+            parameter.data.add_(1.0)
+
+
 # -- state -----------------------------------------------------------------------------------------
 
 
-def trained(sharding, stage, steps, parameters=None, load=None, first=0):
+def trained(sharding, stage, steps, parameters=None, load=None, first=0, group=None):
     parameters = narrow_parameters() if parameters is None else parameters
     zero = ZeroRedundancyOptimizer(
-        parameters, torch.optim.AdamW, lr=1e-2, sharding=sharding, stage=stage, **MASTERS
+        parameters, torch.optim.AdamW, group, lr=1e-2, sharding=sharding, stage=stage, **MASTERS
     )
     if load is not None:
         load(zero)
@@ -287,7 +337,7 @@ def test_state_carries_masters_into_the_other_sharding_and_stage(sharding, stage
 
         def load(zero):
             wanted = {"optim": zero.sharded_state_dict()}
-            dcp.load(wanted, checkpoint_id=folder[0])
+            dcp.load(wanted, checkpoint_id=folder[0], process_group=zero.process_group)
             zero.load_sharded_state_dict(wanted["optim"])
 
     other = {"parameter": "element", "element": "parameter"}[sharding]
@@ -298,6 +348,12 @@ def test_state_carries_masters_into_the_other_sharding_and_stage(sharding, stage
     expected = trained(sharding, stage, 5)
     assert_bitwise(again._all_params, expected._all_params)
     assert_same(everywhere(again)["state"], everywhere(expected)["state"])
+    # And at another world size.
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    copies = [nn.Parameter(p.clone()) for p in parameters]
+    small = trained(other, 3 - stage, 2, copies, load, first=3, group=alone)
+    assert_bitwise(small._all_params, expected._all_params)
+    assert_same(everywhere(small)["state"], everywhere(expected)["state"])
 
 
 @both_shardings

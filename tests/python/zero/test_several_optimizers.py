@@ -15,6 +15,7 @@ from helpers import (
 )
 from shardstep import ZeroRedundancyOptimizer, muon_groups
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 Muon = torch.optim.Muon
 MATRICES = [(6, 4), (4, 8), (5, 5)]
@@ -55,8 +56,12 @@ class TwoPlain:
     def backward(self, number):
         """The same gradients on every rank, so that both stages see the same average."""
         for parameters in (self.sharded, self.plain):
-            factors = make_parameters(*(p.shape for p in parameters), seed=10 + number)
-            sum((p * f.detach()).sum() for p, f in zip(parameters, factors, strict=True)).backward()
+            self.loss_of(parameters, number).backward()
+
+    @staticmethod
+    def loss_of(parameters, number):
+        factors = make_parameters(*(p.shape for p in parameters), seed=10 + number)
+        return sum((p * f.detach()).sum() for p, f in zip(parameters, factors, strict=True))
 
     def step(self, number):
         self.zero.zero_grad()
@@ -102,6 +107,27 @@ def test_clipping_is_over_all_gradients():
         both.adamw.step()
         for left, right in zip(both.sharded, both.plain, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-4)
+
+
+@on_ranks(2)
+def test_a_scaler_skips_both_or_none():
+    both = TwoPlain(stage=2, sharding="element")
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    for number in range(3):
+        overflows = number == 1  # on one rank, in one gradient of AdamW's
+        factor = torch.inf if overflows and dist.get_rank() == 1 else 0.0
+        both.zero.zero_grad()
+        scaler.scale(both.loss_of(both.sharded, number) + factor * both.others[0].sum()).backward()
+        scaler.step(both.zero)
+        scaler.update()
+        if not overflows:
+            both.muon.zero_grad()
+            both.adamw.zero_grad()
+            both.loss_of(both.plain, number).backward()
+            both.muon.step()
+            both.adamw.step()
+        assert_bitwise(both.sharded, both.plain)
+    assert scaler.get_scale() == 2.0
 
 
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint", "sharded"])
