@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+KINDS = ("plain", "stage1", "stage2")
 STEPS, HALF, ACCUMULATE, BATCH = 6, 3, 2, 2
 CLIP, RATE = 0.05, 1e-2
 ADAMW = {"lr": RATE, "weight_decay": 0.01}
@@ -32,7 +33,7 @@ class Examples(Dataset):
 
 
 def make_optimizer(kind: str, params):
-    """`kind`: plain (torch's AdamW), stage1 or stage2 (ours)."""
+    """`kind`: plain (torch's AdamW, under DDP), stage1 or stage2 (ours)."""
     if kind == "plain":
         return torch.optim.AdamW(params, **ADAMW)
     sharding = "parameter" if kind == "stage1" else "element"

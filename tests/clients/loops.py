@@ -1,5 +1,5 @@
-"""One rank of a loop of one's own: loops.py WAY KIND FOLDER [bf16], started by torchrun, except for
-ray, which starts its ranks itself. KIND and what is written are those of trainers.py.
+"""One rank of a loop of one's own: loops.py WAY FOLDER [bf16], started by torchrun, except for ray,
+which starts its ranks itself. What is written is that of trainers.py.
 """
 
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import HALF, STEPS, Loop, make_model, make_optimizer
+from common import HALF, KINDS, STEPS, Loop, make_model, make_optimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,38 +122,48 @@ def _ray_worker(config: dict) -> None:
     torch.save(loop.result(), folder / f"{config['part']}.{dist.get_rank()}.pt")
 
 
-def ray(kind: str, folder: Path, bf16: bool) -> None:
-    """Ray Train: it starts the ranks, joins them to a group, wraps the model, keeps checkpoints."""
+def ray(folder: Path, bf16: bool) -> list[dict]:
+    """Ray Train: it starts the ranks, joins them to a group, wraps the model, keeps checkpoints.
+
+    Returns the result of each rank, by kind.
+    """
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
-    checkpoint = None
-    for part in ("whole", "resumed"):
-        config = {"kind": kind, "folder": str(folder), "bf16": bf16, "part": part}
-        trainer = TorchTrainer(
-            _ray_worker,
-            train_loop_config={**config, "checkpoint": checkpoint},
-            torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
-            run_config=RunConfig(name=part, storage_path=str(folder / "ray")),
-        )
-        checkpoint = trainer.fit().checkpoint
-    for rank in range(2):
-        parts = {part: torch.load(folder / f"{part}.{rank}.pt") for part in ("whole", "resumed")}
-        torch.save(parts, folder / f"{kind}.{rank}.pt")
+    ray.init(num_cpus=2, include_dashboard=False)
+    results: list[dict] = [{}, {}]
+    for kind in KINDS:
+        checkpoint = None
+        for part in ("whole", "resumed"):
+            config = {"kind": kind, "folder": str(folder), "bf16": bf16, "part": part}
+            trainer = TorchTrainer(
+                _ray_worker,
+                train_loop_config={**config, "checkpoint": checkpoint},
+                torch_config=TorchConfig(backend="gloo"),
+                scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+                run_config=RunConfig(name=f"{kind}.{part}", storage_path=str(folder / "ray")),
+            )
+            checkpoint = trainer.fit().checkpoint
+            for rank, result in enumerate(results):
+                found = torch.load(folder / f"{part}.{rank}.pt", weights_only=True)
+                result.setdefault(kind, {})[part] = found
     ray.shutdown()
+    return results
 
 
 def main() -> None:
-    way, kind, folder, *options = sys.argv[1:]
+    way, folder, *options = sys.argv[1:]
+    folder, bf16 = Path(folder), "bf16" in options
     torch.set_num_threads(1)
     if way == "ray":
-        return ray(kind, Path(folder), "bf16" in options)
+        for rank, result in enumerate(ray(folder, bf16)):
+            torch.save(result, folder / f"{rank}.pt")
+        return
     dist.init_process_group("gloo")
-    result = {"dcp": dcp, "join": join}[way](kind, Path(folder), "bf16" in options)
-    torch.save(result, Path(folder) / f"{kind}.{dist.get_rank()}.pt")
+    run = {"dcp": dcp, "join": join}[way]
+    results = {kind: run(kind, folder, bf16) for kind in KINDS}
+    torch.save(results, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,14 +1,15 @@
 """One rank that trains with a package's optimizers. torchrun starts it:
-optimizers.py PACKAGE KIND FOLDER.
+optimizers.py PACKAGE FOLDER.
 
-KIND is plain (the optimizer under DDP), or a stage and a sharding of ours, such as stage2-element.
-Saves after half of the steps, and goes on from there in two further runs: from the optimizer's
+A kind is plain (the optimizer under DDP), or a stage and a sharding of ours. For each of KINDS,
+saves after half of the steps, and goes on from there in two further runs: from the optimizer's
 state_dict() and from our checkpoint, or DCP's where ours refuses the state. Writes
-FOLDER/KIND.<rank>.pt: for each optimizer the parameters and losses of the runs, or the refusal.
+FOLDER/<rank>.pt: by kind and optimizer the parameters and losses of the runs, or the refusal.
 """
 
 import functools
 import importlib
+import itertools
 import sys
 import traceback
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from common import HALF, RATE, STEPS, Loop, make_model
 from torch.nn.parallel import DistributedDataParallel
 
+KINDS = ("plain", "stage1-parameter", "stage1-element", "stage2-parameter", "stage2-element")
 OPTIMIZERS = {
     "pytorch_optimizer": ("Lion", "Lamb", "Adan", "AdaFactor", "SOAP"),
     "timm": ("AdamWLegacy", "Lion", "Adan", "Lamb", "NvNovoGrad", "Adafactor"),
@@ -126,20 +128,21 @@ def try_optimizer(cls, kind: str, elementwise: bool, file: Path) -> dict:
 
 
 def main() -> None:
-    package, kind, folder = sys.argv[1:]
+    package, folder = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     module = load_package(package)
-    results: dict = {}
-    for name in OPTIMIZERS[package]:
+    results: dict = {kind: {} for kind in KINDS}
+    for kind, name in itertools.product(KINDS, OPTIMIZERS[package]):
         elementwise = f"{package}.{name}" in ELEMENTWISE
+        file = Path(folder) / f"{kind}.{name}.pt"
         try:
-            file = Path(folder) / f"{kind}.{name}.pt"
-            results[name] = try_optimizer(getattr(module, name), kind, elementwise, file)
+            found = try_optimizer(getattr(module, name), kind, elementwise, file)
         except Exception as error:
             traceback.print_exc()
-            results[name] = f"{type(error).__name__}: {error}"
-    torch.save(results, Path(folder) / f"{kind}.{dist.get_rank()}.pt")
+            found = f"{type(error).__name__}: {error}"
+        results[kind][name] = found
+    torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,12 +11,11 @@ import torch
 TOLERANCE = {"stage1": 0.0, "stage2": 1e-5}
 
 
-def run(program: str, *arguments, folder: Path, ranks_itself: bool = False) -> list[dict]:
-    """What each rank wrote as FOLDER/KIND.<rank>.pt. `arguments`: what to run, KIND, options."""
-    what, kind, *options = arguments
+def run(program: str, what: str, *options, folder: Path, alone: bool = False) -> list[dict]:
+    """What each rank wrote as FOLDER/<rank>.pt. `alone`: the program starts its ranks itself."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *([] if ranks_itself else torchrun)]
-    command += [str(Path(__file__).with_name(program)), what, kind, str(folder), *options]
+    command = [sys.executable, *([] if alone else torchrun)]
+    command += [str(Path(__file__).with_name(program)), what, str(folder), *options]
     settings = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -29,10 +29,27 @@ def run(program: str, *arguments, folder: Path, ranks_itself: bool = False) -> l
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return [torch.load(folder / f"{kind}.{rank}.pt", weights_only=True) for rank in range(2)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def run_once() -> Callable[..., list[dict]]:
+    """Like run(), but a program runs only once, also if it fails."""
+    made: dict = {}
+
+    def get(*arguments, folder: Callable[[str], Path], alone: bool = False) -> list[dict]:
+        if arguments not in made:
+            try:
+                made[arguments] = run(*arguments, folder=folder(arguments[1]), alone=alone)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                made[arguments] = error
+        if isinstance(made[arguments], Exception):
+            raise AssertionError(str(made[arguments]))
+        return made[arguments]
+
+    return get
 
 
 def assert_same(found: dict, expected: dict, tolerance: float, what: str) -> None:

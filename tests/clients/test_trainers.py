@@ -8,7 +8,7 @@ may differ in the last bits.
 import importlib.metadata
 
 import pytest
-from programs import TOLERANCE, assert_same, run
+from programs import TOLERANCE, assert_same, run_once
 
 TRAINERS = {  # name, package, program, what to add
     "transformers": (
@@ -54,33 +54,27 @@ CASES = [(trainer, options) for trainer in TRAINERS for options in ((), ("bf16",
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The reference run of each case, made once."""
-    made: dict = {}
+def results(tmp_path_factory):
+    """What the ranks of a trainer's program wrote, made once."""
+
+    once = run_once()
 
     def get(trainer: str, options) -> list[dict]:
-        if (trainer, options) not in made:
-            folder = tmp_path_factory.mktemp("plain")
-            made[trainer, options] = start(trainer, "plain", folder, options)
-        return made[trainer, options]
+        program = TRAINERS[trainer][2]
+        folder = tmp_path_factory.mktemp
+        return once(program, trainer, *options, folder=folder, alone=trainer == "ray")
 
     return get
 
 
-def start(trainer: str, kind: str, folder, options) -> list[dict]:
-    program = TRAINERS[trainer][2]
-    return run(program, trainer, kind, *options, folder=folder, ranks_itself=trainer == "ray")
-
-
 @pytest.mark.parametrize("kind", ["stage1", "stage2"])
 @pytest.mark.parametrize("trainer, options", CASES, ids=["-".join((t, *o)) for t, o in CASES])
-def test_trains_as_the_plain_optimizer(plain, trainer, options, kind, tmp_path, place):
+def test_trains_as_the_plain_optimizer(results, trainer, options, kind, place):
     name, package, _, note = TRAINERS[trainer]
     name += ", bfloat16 autocast" if options else ""
     row = name, f"{package} {importlib.metadata.version(package)}"
     place("trainers", row, kind, note=note)
-    expected = plain(trainer, options)
     # With autocast, gradients pass through bfloat16, where the last bit is worth more.
     tolerance = TOLERANCE[kind] * (100 if "bf16" in options else 1)
-    for rank, found in enumerate(start(trainer, kind, tmp_path, options)):
-        assert_same(found, expected[rank], tolerance, f"rank {rank}")
+    for rank, found in enumerate(results(trainer, options)):
+        assert_same(found[kind], found["plain"], tolerance, f"rank {rank}")

@@ -1,7 +1,7 @@
-"""One rank of a trainer. torchrun starts it: trainers.py TRAINER KIND FOLDER [option ...].
+"""One rank of a trainer. torchrun starts it: trainers.py TRAINER FOLDER [bf16].
 
-KIND is plain (torch's AdamW under DDP), stage1 or stage2 (ours). Trains, saves after half of the
-steps, resumes from there, and writes the parameters of both runs as FOLDER/KIND.<rank>.pt.
+For each of KINDS, trains, saves after half of the steps, and resumes from there. Writes the
+parameters of both runs, by kind, as FOLDER/<rank>.pt.
 """
 
 import sys
@@ -16,6 +16,7 @@ from common import (
     BATCH,
     CLIP,
     HALF,
+    KINDS,
     RATE,
     STEPS,
     Examples,
@@ -209,10 +210,11 @@ def fabric(kind: str, folder: Path, bf16: bool) -> dict:
 
 
 def main() -> None:
-    trainer, kind, folder, *options = sys.argv[1:]
+    trainer, folder, *options = sys.argv[1:]
     torch.set_num_threads(1)
-    result = globals()[trainer](kind, Path(folder), "bf16" in options)
-    torch.save(result, Path(folder) / f"{kind}.{dist.get_rank()}.pt")
+    run = globals()[trainer]
+    results = {kind: run(kind, Path(folder), "bf16" in options) for kind in KINDS}
+    torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
