@@ -14,8 +14,8 @@ REFUSAL = "ValueError: shardstep: expected an optimizer that is known to be elem
 
 def version(package: str) -> str:
     places = [f"{sys.prefix}/timm"] if package == "timm" else sys.path
-    (found,) = importlib.metadata.distributions(name=package.replace("_", "-"), path=places)
-    return found.version
+    found = importlib.metadata.distributions(name=package.replace("_", "-"), path=places)
+    return next(iter(found)).version
 
 
 @pytest.fixture(scope="module")
