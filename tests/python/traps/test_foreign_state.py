@@ -138,7 +138,7 @@ class TouchesState(torch.optim.SGD):
 
 SHAPES = ((3, 5), (4, 2), (2, 2))
 EVERY = {c.__name__: c for c in (EightBit, Factors, Float8, Hidden, TouchesState)}
-DCP_TAKES = ["EightBit", "Factors", "Float8", "Hidden"]
+DCP_TAKES = ["EightBit", "Factors", "Hidden"]
 
 
 def stepped(optimizer, parameters, steps=2):

@@ -18,7 +18,7 @@ pytestmark = ours
 
 SHAPES = (9, (3, 5), 133, (), (4, 6))
 TIMEOUT = 60
-command = Command(main, "python -m shardstep.checkpoint")
+command = Command(main, "python -m shardstep.checkpoint", silent=True)
 succeed, refused = command.succeed, command.refused
 
 
