@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up what they need in .venv and build/, and no more than that.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-build bench-peers test-clients torch-matrix prove docs test-docs format check-format check-types install clean setup build
+.PHONY: help demo test bench bench-build bench-peers test-clients wheel torch-matrix prove docs test-docs format check-format check-types install clean setup build
 
 JOBS ?= $(shell nproc)
 RANKS ?= 2
@@ -90,11 +90,12 @@ else
 endif
 
 test: build $(if $(FULL),.venv/types.stamp .venv/docs.stamp)  ## Run the tests; FULL=1: the long ones too; SANITIZE=1: C++ under ASAN and UBSAN; SANITIZE=thread: under TSAN; DEVICE=sim: Python's on a simulated device
-	@$(if $(FULL),$(if $(SANITIZE),,$(NINJA) $(BENCHMARKS)))
+	@$(if $(FULL),$(if $(SANITIZE),,$(NINJA) $(BENCHMARKS) $(FULL_ONLY)))
 	@$(if $(TEST_INSTALL),$(MAKE) --no-print-directory $(TEST_INSTALL) PREFIX=)
 	@$(BIN)/python tools/run_tests.py --build $(BUILD) --jobs $(JOBS) $(TEST_FLAGS)
 
 BENCHMARKS := local_update zero_step ddp_iteration
+FULL_ONLY := classify_images
 bench: install .venv/test.stamp  ## Print the tables of docs/performance.md
 	@$(NINJA) $(BENCHMARKS)
 	@OMP_NUM_THREADS=1 $(BUILD)/benchmarks/local_update
@@ -118,6 +119,10 @@ test-clients: install .venv/test.stamp  ## Train with trainers from PyPI, and wr
 	  OMP_NUM_THREADS=1 $(if $(CLIENTS_ARGS),,SHARDSTEP_CLIENTS_TABLE=docs/clients.md) \
 	  .venv-clients/bin/python -m pytest -q -p no:cacheprovider tests/clients $(CLIENTS_ARGS); \
 	else exit $$status; fi
+
+# It uses no file of build/, whose library has points at which tests end a process.
+wheel: .venv/python.stamp .venv/build.stamp  ## Build a wheel into dist/, and test it in an environment of its own
+	@$(BIN)/python tools/make_wheel.py
 
 torch-matrix:  ## Build and test with each supported torch, 6 GB each (MATRIX_ARGS="--help")
 	@python3 tools/torch_matrix.py $(MATRIX_ARGS)
@@ -165,4 +170,4 @@ else
 endif
 
 clean:  ## Remove what was built; .venv stays
-	@rm -rf build build-sanitize build.log build-sanitize.log
+	@rm -rf build build-wheel build-sanitize* build.log build-sanitize*.log dist

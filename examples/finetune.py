@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Fine-tunes a transformer with stage 2: clipping, a schedule, checkpoints that survive a crash.
+"""Fine-tunes a transformer with stage 2: bfloat16 parameters with float32 masters, clipping, a
+schedule, checkpoints that survive a crash.
 
   torchrun --standalone --nproc-per-node 2 examples/finetune.py --runs runs
 
@@ -35,7 +36,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=self.head.weight.dtype)
         x = self.token(tokens) + self.position.weight[:length]
         return self.head(self.blocks(x, mask=mask, is_causal=True))
 
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--weights", help="start from the weights of this checkpoint")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rows", type=int, default=16, help="sequences per rank and step")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -66,12 +68,14 @@ def main() -> None:
     model = LanguageModel()
     if options.weights:
         shardstep.Checkpoint(options.weights).load_module(model)
+    model.to(getattr(torch, options.dtype))
     optimizer = shardstep.ZeroRedundancyOptimizer(
         model.parameters(),
         torch.optim.AdamW,
         stage=2,
         sharding="element",
         module=model,  # starts as rank 0's
+        master_dtype=torch.float32,  # of bfloat16 parameters, each rank for what it owns
         lr=3e-3,
         weight_decay=0.01,
         fused=True,
@@ -98,7 +102,7 @@ def main() -> None:
         tokens = next(batches)
         optimizer.zero_grad()
         scores = model(tokens[:, :-1])
-        loss = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()  # gradients travel to their owners meanwhile
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

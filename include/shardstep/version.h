@@ -1,10 +1,8 @@
 #pragma once
 
-// The library's version, as in the VERSION file; src/version.cpp fails to compile if they differ.
+// The library's version, from the VERSION file of its source.
 
 #include "shardstep/export.h"
-
-#define SHARDSTEP_VERSION "0.1.0"
 
 namespace shardstep {
 

@@ -1,5 +1,6 @@
 """Converts optimizer state between the local optimizer's dicts and the engine, which moves it."""
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,21 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
+def _to_bytes(value: Any) -> bytes:
+    if next(_tensors_in(value), None) is None:
+        return pickle.dumps(value)
+    # A pickle of a tensor whose dtype is younger than typed storages, float8, cannot be loaded.
+    file = io.BytesIO()
+    torch.save(_on_cpu(value), file)
+    return file.getvalue()
+
+
+def _from_bytes(value: bytes) -> Any:
+    if value.startswith(b"PK"):  # torch.save's files are zip archives
+        return torch.load(io.BytesIO(value), weights_only=False)
+    return pickle.loads(value)
+
+
 def check_divisible(index: int, values: Mapping[str, Any]) -> None:
     """Raises TypeError for state of a slice that cannot be reassembled into a whole."""
     for name, value in values.items():
@@ -54,11 +70,11 @@ def to_engine(values: Mapping[str, Any]) -> EngineValues:
         if is_plain(value):
             state.append((name, value.detach()))
         else:
-            state.append((name, pickle.dumps(_on_cpu(value))))
+            state.append((name, _to_bytes(value)))
     return state
 
 
 def from_engine(state: EngineValues) -> dict[str, Any]:
     return {
-        name: pickle.loads(value) if isinstance(value, bytes) else value for name, value in state
+        name: _from_bytes(value) if isinstance(value, bytes) else value for name, value in state
     }

@@ -22,6 +22,7 @@ enum class MessageKind : int {
 enum class ControlMessage : int {
   kGradientMeeting,
   kGradientValues,
+  kFollowedChanges,
   kWholeGradient,
   kLentGradients,
   kParamStatus,

@@ -18,6 +18,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // More backward passes than a rank can be behind another.
 constexpr int64_t kMostRoundsAhead = int64_t{1} << 24;
+// More changes than anyone makes to the gradients of one step.
+constexpr int64_t kMostChanges = int64_t{1} << 24;
 
 double larger(double a, double b) { return std::isnan(a) || a > b ? a : b; }
 double smaller(double a, double b) { return std::isnan(a) || a < b ? a : b; }
@@ -103,10 +105,20 @@ class NumbersToRead {
       by_device_;
 };
 
-// FNV-1a.
+// FNV-1a, started by the first change.
 uint64_t hash_on(uint64_t hash, const std::string& text) {
+  if (hash == 0) hash = 0xcbf29ce484222325u;
   for (unsigned char byte : text) hash = (hash ^ byte) * 0x100000001b3u;
   return hash;
+}
+
+template <class Change>
+std::string description(const Change& change) {
+  const auto& [kind, param, first, second] = change;
+  // Rounded to float32, a factor is the same on every rank.
+  if (kind == Change::kScale) return c10::str(param, " scale ", static_cast<float>(first));
+  if (kind == Change::kClamp) return c10::str(param, " clamp ", first, " ", second);
+  return c10::str(param, " zero");
 }
 
 }  // namespace
@@ -166,6 +178,52 @@ void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& post
   reducer_.catch_up(rounds, forgotten, posts);
 }
 
+// Whether a rank's changes are the first ones of this log.
+bool ShardedGradients::starts_with(const std::vector<Change>& log, const Message& message) const {
+  uint64_t changes = 0;
+  for (int64_t i = 0; i < message.logged; ++i) changes = hash_on(changes, description(log[i]));
+  return changes == message.changes;
+}
+
+// The changes of one rank, on every rank.
+std::vector<ShardedGradients::Change> ShardedGradients::log_of(const std::vector<Message>& messages,
+                                                               size_t rank) {
+  const bool mine = static_cast<int>(rank) == group_->getRank();
+  auto log = mine ? log_ : std::vector<Change>(messages[rank].logged);
+  const auto size = static_cast<int64_t>(log.size() * sizeof(Change));
+  const auto own = at::from_blob(log.data(), {size}, at::kByte);
+  const auto all = detail::all_gather(control_, own, ControlMessage::kFollowedChanges);
+  std::memcpy(log.data(), all[rank].const_data_ptr(), size);
+  const detail::PeerInput peer(group_, static_cast<int>(rank));
+  for (const auto& change : log) {
+    peer.check("the kind of a change", change.kind, Change::kScale, Change::kZero);
+    peer.check("the parameter of a change", change.param, 0,
+               static_cast<int64_t>(params_.size()) - 1);
+  }
+  return log;
+}
+
+// A rank that has joined runs no code of the user's: it makes the changes that the first rank with
+// inputs made, where its own are their beginning. Every rank decides the same.
+void ShardedGradients::follow_changes(std::vector<Message>& messages) {
+  const auto leader = std::find_if(messages.begin(), messages.end(),
+                                   [](const Message& message) { return !message.has_joined; });
+  if (leader == messages.end()) return;
+  const auto lags = [&](const Message& message) {
+    return message.has_joined && message.logged >= 0 && message.logged < leader->logged &&
+           message.forgotten_rounds == leader->forgotten_rounds;
+  };
+  if (std::none_of(messages.begin(), messages.end(), lags)) return;
+  const auto log = log_of(messages, leader - messages.begin());
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    if (!lags(messages[rank]) || !starts_with(log, messages[rank])) continue;
+    messages[rank].changes = leader->changes;
+    if (static_cast<int>(rank) != group_->getRank()) continue;
+    at::NoGradGuard no_grad;
+    for (size_t i = log_.size(); i < log.size(); ++i) make(log[i]);
+  }
+}
+
 void ShardedGradients::check_same_changes(const std::vector<Message>& messages) const {
   for (size_t rank = 1; rank < messages.size(); ++rank) {
     TORCH_CHECK(messages[rank].changes == messages[0].changes,
@@ -195,8 +253,10 @@ ShardedGradients::Message ShardedGradients::message(const Question& question) {
           .forgot_some = reducer_.forgot_some(),
           .has_contributed = reducer_.has_contributed() && !joined_,
           .looks_back = !reducer_.made_round(),
+          .has_joined = joined_,
           .question = question,
           .changes = changes_,
+          .logged = is_logged_ ? static_cast<int64_t>(log_.size()) : -1,
           .replaced = reducer_.replaced()};
 }
 
@@ -206,6 +266,7 @@ void ShardedGradients::check_message(const Message& message, int from) const {
   peer.check("the backward passes", message.rounds, 0, reducer_.rounds() + kMostRoundsAhead);
   peer.check("the forgotten backward passes", message.forgotten_rounds, 0, message.rounds);
   peer.check("the replaced gradient", message.replaced, -1, params - 1);
+  peer.check("the changes to the gradients", message.logged, -1, kMostChanges);
   const auto& [kind, which, norm_type] = message.question;
   peer.check("the kind of a question", static_cast<int64_t>(kind), 0,
              static_cast<int64_t>(Kind::kWhole));
@@ -259,6 +320,7 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
     }
     for (size_t i = 0; i < used.size(); ++i) used[i] |= theirs[posts_size + i];
   }
+  follow_changes(messages);
   line_up(messages, posts);
   check_same_changes(messages);
   if (!reducer_.settled() || !same_forgotten) {
@@ -403,13 +465,29 @@ bool ShardedGradients::has_gradient(int64_t param) {
   return reducer_.has_gradient(param);
 }
 
-void ShardedGradients::note(int64_t param, const std::string& how) {
-  changes_ = hash_on(changes_ == 0 ? 0xcbf29ce484222325u : changes_, c10::str(param, ' ', how));
+void ShardedGradients::changed(int64_t param, const std::string& how) {
+  changes_ = hash_on(changes_, c10::str(param, ' ', how));
+  is_logged_ = false;
+  known_.clear();
 }
 
-void ShardedGradients::changed(int64_t param, const std::string& how) {
-  note(param, how);
-  known_.clear();
+// On this rank alone.
+void ShardedGradients::make(const Change& change) {
+  const auto& [kind, param, first, second] = change;
+  auto own = kind == Change::kZero ? at::Tensor() : reducer_.own(param);
+  if (kind == Change::kZero) {
+    reducer_.zero(param);
+  } else if (own.defined() && kind == Change::kScale) {
+    own.mul_(first);
+  } else if (own.defined()) {
+    const auto limit = [](double value) {
+      return std::isinf(value) ? std::nullopt : std::optional<at::Scalar>(value);
+    };
+    own.clamp_(limit(first), limit(second));
+  }
+  if (kind != Change::kScale || !scale_known(param, first)) known_.clear();
+  changes_ = hash_on(changes_, description(change));
+  log_.push_back(change);
 }
 
 // Whether the known answers for a gradient could be scaled along.
@@ -436,35 +514,20 @@ void ShardedGradients::scale(const std::vector<int64_t>& params, double factor) 
   at::NoGradGuard no_grad;
   settle();
   if (factor == 1) return;
-  // Rounded to float32, it is the same on every rank.
-  const auto how = c10::str("scale ", static_cast<float>(factor));
   known_.erase({Kind::kSquares, static_cast<int64_t>(GradientStatistic::kNorm), 2});
-  for (int64_t param : params) {
-    auto own = reducer_.own(param);
-    if (own.defined()) own.mul_(factor);
-    if (!scale_known(param, factor)) known_.clear();
-    note(param, how);
-  }
+  for (int64_t param : params) make({Change::kScale, param, factor, 0});
 }
 
 void ShardedGradients::clamp(const std::vector<int64_t>& params, std::optional<double> min,
                              std::optional<double> max) {
   at::NoGradGuard no_grad;
   settle();
-  const auto limit = [](std::optional<double> value) {
-    return value ? std::optional<at::Scalar>(*value) : std::nullopt;
-  };
   for (int64_t param : params) {
-    auto own = reducer_.own(param);
-    if (own.defined()) own.clamp_(limit(min), limit(max));
-    changed(param, c10::str("clamp ", min.value_or(-kInfinity), " ", max.value_or(kInfinity)));
+    make({Change::kClamp, param, min.value_or(-kInfinity), max.value_or(kInfinity)});
   }
 }
 
-void ShardedGradients::zero(int64_t param) {
-  reducer_.zero(param);
-  changed(param, "zero");
-}
+void ShardedGradients::zero(int64_t param) { make({Change::kZero, param}); }
 
 void ShardedGradients::zero_all() {
   reducer_.zero_all();
@@ -479,6 +542,8 @@ void ShardedGradients::drop_all() {
 void ShardedGradients::forget_changes() {
   known_.clear();
   changes_ = 0;
+  log_.clear();
+  is_logged_ = true;
 }
 
 void ShardedGradients::before_step() {

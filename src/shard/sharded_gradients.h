@@ -4,7 +4,7 @@
 // A question is collective and answered for all parameters together: norms of all parameters take
 // one exchange. Ranks need not ask the same: a rank that is in before_step(), or asks something
 // else, answers too. Changes are local and must be the same on every rank, which questions and
-// before_step() check.
+// before_step() check; a rank that has joined makes those that the others made.
 // Thread safety: one thread at a time.
 
 #include <map>
@@ -63,7 +63,7 @@ class SHARDSTEP_API ShardedGradients {
   void zero_all();
   void drop_all();  // there are none then
 
-  // A rank that has joined forgets gradients when the others do.
+  // A rank that has joined forgets and changes gradients when the others do.
   void set_joined(bool joined) { joined_ = joined; }
 
   // Makes the gradients final; throws on every rank unless all ranks made the same changes to them.
@@ -79,6 +79,14 @@ class SHARDSTEP_API ShardedGradients {
     double norm_type = 0;
     auto operator<=>(const Question&) const = default;
   };
+  // As it travels to ranks that have joined.
+  struct Change {
+    enum Kind : int64_t { kScale, kClamp, kZero };
+    int64_t kind = kScale;
+    int64_t param = 0;
+    double first = 0;   // factor, or minimum
+    double second = 0;  // maximum
+  };
   // What a rank brings to a meeting; its posts by bucket and the flags of used parameters follow.
   struct Message {
     int64_t params = 0;  // a summary of the parameters
@@ -88,8 +96,10 @@ class SHARDSTEP_API ShardedGradients {
     uint8_t forgot_some = 0;
     uint8_t has_contributed = 0;
     uint8_t looks_back = 0;  // at the gradients of the last step
+    uint8_t has_joined = 0;
     Question question;
     uint64_t changes = 0;
+    int64_t logged = 0;  // how many changes; -1 if some of them cannot be sent
     int64_t replaced = -1;
   };
 
@@ -105,11 +115,14 @@ class SHARDSTEP_API ShardedGradients {
   [[noreturn]] void refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
                                   const Posts& posts);
   void check_message(const Message& message, int from) const;
+  void follow_changes(std::vector<Message>& messages);
+  bool starts_with(const std::vector<Change>& log, const Message& message) const;
+  std::vector<Change> log_of(const std::vector<Message>& messages, size_t rank);
   void check_same_changes(const std::vector<Message>& messages) const;
   void check_not_replaced(const std::vector<Message>& messages) const;
   std::vector<double> own_values(const Question& question);
   at::Tensor gather_whole(int64_t param);
-  void note(int64_t param, const std::string& how);
+  void make(const Change& change);
   void forget_changes();
   bool scale_known(int64_t param, double factor);
 
@@ -121,8 +134,10 @@ class SHARDSTEP_API ShardedGradients {
   const std::vector<at::Tensor>& params_;
   std::map<Question, std::vector<double>> known_;  // answers for the current gradients
   std::optional<std::pair<int64_t, at::Tensor>> whole_;
-  uint64_t changes_ = 0;  // a digest of the changes since the round, in order
-  bool met_ = false;      // since the last step: others may have had a batch then
+  uint64_t changes_ = 0;     // a digest of the changes since the round, in order
+  std::vector<Change> log_;  // these changes, as long as all of them can be sent
+  bool is_logged_ = true;
+  bool met_ = false;  // since the last step: others may have had a batch then
   bool joined_ = false;
 };
 

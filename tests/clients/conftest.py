@@ -1,76 +1,75 @@
-"""Writes docs/clients.md from the outcomes, if SHARDSTEP_CLIENTS_TABLE names the file."""
+"""Writes docs/clients.md from what the tests found, if SHARDSTEP_CLIENTS_TABLE names the file.
+
+A test says where its outcome belongs by the fixture `place`.
+"""
 
 import collections
+import dataclasses
 import datetime
-import importlib.metadata
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-_outcomes: dict[tuple[str, str, str], dict[str, str]] = collections.defaultdict(dict)
 
-_NAMES = {
-    "transformers": "HF transformers' Trainer",
-    "accelerate": "HF accelerate",
-    "lightning": "Lightning's Trainer",
-    "fabric": "Lightning Fabric",
-    "foreign_optimizer": "optimizers of pytorch_optimizer (Lion, Lamb, Adan) inside ours",
+@dataclasses.dataclass(frozen=True)
+class Place:
+    table: str
+    row: tuple[str, ...]
+    column: str
+    passed: str = "yes"
+    note: str = ""
+
+
+_PLACE = pytest.StashKey[Place]()
+_outcomes: dict[str, dict[tuple[str, ...], dict[str, str]]] = collections.defaultdict(dict)
+
+COLUMNS = {
+    "trainers": ("stage1", "stage2"),
+    "optimizers": ("stage1-parameter", "stage1-element", "stage2-parameter", "stage2-element"),
 }
-_LINES = {
-    "transformers": "`trainer.add_callback(ShardstepCallback(trainer))`",
-    "accelerate": "`shard_with(accelerator)`",
-    "lightning": '`strategy="ddp"`; stage 2: `strategy="shardstep"`',
-    "fabric": '`strategy="ddp"`; stage 2: `strategy=FabricStrategy()`',
-    "foreign_optimizer": "nothing",
-}
+
+
+@pytest.fixture
+def place(request):
+    """place(table, row, column, passed="yes", note=""): where the test's outcome is shown."""
+
+    def set_place(*arguments, **options) -> None:
+        request.node.stash[_PLACE] = Place(*arguments, **options)
+
+    return set_place
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
-    if report.when == "call" and hasattr(item, "callspec"):
-        parameters = item.callspec.params
-        key = parameters["trainer"], parameters["package"], " ".join(parameters["options"])
-        _outcomes[key][parameters["kind"]] = report.outcome
+    place = item.stash.get(_PLACE, None)
+    if report.when == "call" and place is not None:
+        cells = _outcomes[place.table].setdefault(place.row, {"note": place.note})
+        cells[place.column] = place.passed if report.passed else "**no**"
 
 
-def _row(key: tuple[str, str, str], outcomes: dict[str, str]) -> str:
-    trainer, package, options = key
-    name = _NAMES[trainer] + (", bfloat16 autocast" if options else "")
-    marks = {"passed": "yes", "failed": "**no**"}
-    cells = [marks.get(outcomes.get(kind, ""), "not run") for kind in ("stage1", "stage2")]
-    version = importlib.metadata.version(package)
-    return f"| {name} | {package} {version} | {cells[0]} | {cells[1]} | {_LINES[trainer]} |"
+def _rows(table: str) -> str:
+    lines = []
+    for row, cells in _outcomes[table].items():
+        shown = [cells.get(column, "not run") for column in COLUMNS[table]]
+        shown += [cells["note"]] if table == "trainers" else []
+        lines.append("| " + " | ".join([*row, *shown]) + " |")
+    return "\n".join(lines)
 
 
 def pytest_sessionfinish(session) -> None:
     path = os.environ.get("SHARDSTEP_CLIENTS_TABLE")
     if not path or not _outcomes:
         return
-    rows = "\n".join(_row(key, outcomes) for key, outcomes in _outcomes.items())
-    text = f"""# Trainers
-
-The tests of `make test-clients` wrote the rows, on {datetime.date.today()}, with torch
-{torch.__version__}: each trainer from PyPI, unchanged, on 2 CPU ranks. *Yes* means that training
-with gradient accumulation and clipping, and the run resumed from the trainer's own checkpoint, end
-with the parameters of the same two runs with torch's AdamW under DistributedDataParallel: the same
-bits in stage 1, within 1e-5 in stage 2, whose norms are summed in another order (1e-3 with
-autocast, where a last bit is worth more). HF's two also step a schedule. The last row is training
-alone: no accumulation, no clipping, no checkpoint.
-
-| trainer | version | stage 1 | stage 2 | what to add |
-|---|---|---|---|---|
-{rows}
-
-Why anything must be added: a trainer does not know that a sharded state has to be gathered before
-rank 0 saves it, nor that stage 2 averages the gradients itself, without DistributedDataParallel.
-The lines come from `shardstep.integrations.transformers`, `.accelerate` and `.lightning`; importing
-one needs the trainer's package, and shardstep itself needs none of them.
-
-Other clients are part of `make test`: torch's `Join`, GradScaler and all of torch's schedulers,
-torch.distributed.checkpoint, Lion, and subclasses of torch's class (`tests/python/clients`,
-`tests/python/zero`). Not tried yet: Ray Train, timm and torchao's and bitsandbytes' optimizers.
-"""
+    text = Path(__file__).with_name("clients.md.in").read_text()
+    replacements = {
+        "@DATE@": str(datetime.date.today()),
+        "@TORCH@": torch.__version__,
+        "@TRAINERS@": _rows("trainers"),
+        "@OPTIMIZERS@": _rows("optimizers"),
+    }
+    for word, replacement in replacements.items():
+        text = text.replace(word, replacement)
     Path(path).write_text(text)

@@ -5,72 +5,76 @@ Stage 1 must end with the same bits. Stage 2 sums a clipped norm in another orde
 may differ in the last bits.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import importlib.metadata
 
 import pytest
-import torch
+from programs import TOLERANCE, assert_same, run_once
 
-PROGRAM = Path(__file__).with_name("programs.py")
-CASES = [
-    ("transformers", "transformers", ()),
-    ("transformers", "transformers", ("bf16",)),
-    ("accelerate", "accelerate", ()),
-    ("accelerate", "accelerate", ("bf16",)),
-    ("lightning", "lightning", ()),
-    ("lightning", "lightning", ("bf16",)),
-    ("fabric", "lightning", ()),
-    ("fabric", "lightning", ("bf16",)),
-    ("foreign_optimizer", "pytorch-optimizer", ()),
-]
-TOLERANCE = {"stage1": 0.0, "stage2": 1e-5}
-
-
-def run(trainer: str, kind: str, folder: Path, options) -> list[dict]:
-    """What each rank wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(PROGRAM), trainer, kind, str(folder), *options]
-    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(
-        command,
-        env={**os.environ, **offline},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return [torch.load(folder / f"{kind}.{rank}.pt", weights_only=True) for rank in range(2)]
+TRAINERS = {  # name, package, program, what to add
+    "transformers": (
+        "HF transformers' Trainer",
+        "transformers",
+        "trainers.py",
+        "`trainer.add_callback(ShardstepCallback(trainer))`",
+    ),
+    "accelerate": ("HF accelerate", "accelerate", "trainers.py", "`shard_with(accelerator)`"),
+    "lightning": (
+        "Lightning's Trainer",
+        "lightning",
+        "trainers.py",
+        '`strategy="ddp"`; stage 2: `strategy="shardstep"`',
+    ),
+    "fabric": (
+        "Lightning Fabric",
+        "lightning",
+        "trainers.py",
+        '`strategy="ddp"`; stage 2: `strategy=FabricStrategy()`',
+    ),
+    "ray": (
+        "Ray Train",
+        "ray",
+        "loops.py",
+        "`consolidate_state_dict()` before rank 0 saves; stage 2: `prepare_model(model, "
+        "parallel_strategy=None)`",
+    ),
+    "join": (
+        "torch's `Join`",
+        "torch",
+        "loops.py",
+        "`Join([ddp, optimizer])`; stage 2: `Join([optimizer])`",
+    ),
+    "dcp": (
+        "torch.distributed.checkpoint",
+        "torch",
+        "loops.py",
+        "`sharded_state_dict()` and `load_sharded_state_dict()`",
+    ),
+}
+CASES = [(trainer, options) for trainer in TRAINERS for options in ((), ("bf16",))]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The reference run of each case, made once."""
-    made: dict = {}
+def results(tmp_path_factory):
+    """What the ranks of a trainer's program wrote, made once."""
 
-    def get(trainer: str, options) -> dict:
-        if (trainer, options) not in made:
-            folder = tmp_path_factory.mktemp("plain")
-            made[trainer, options] = run(trainer, "plain", folder, options)[0]
-        return made[trainer, options]
+    once = run_once()
+
+    def get(trainer: str, options) -> list[dict]:
+        program = TRAINERS[trainer][2]
+        folder = tmp_path_factory.mktemp
+        return once(program, trainer, *options, folder=folder, alone=trainer == "ray")
 
     return get
 
 
 @pytest.mark.parametrize("kind", ["stage1", "stage2"])
-@pytest.mark.parametrize(
-    "trainer, package, options", CASES, ids=["-".join((t, *o)) for t, _, o in CASES]
-)
-def test_trains_as_the_plain_optimizer(plain, trainer, package, options, kind, tmp_path):
-    expected = plain(trainer, options)
+@pytest.mark.parametrize("trainer, options", CASES, ids=["-".join((t, *o)) for t, o in CASES])
+def test_trains_as_the_plain_optimizer(results, trainer, options, kind, place):
+    name, package, _, note = TRAINERS[trainer]
+    name += ", bfloat16 autocast" if options else ""
+    row = name, f"{package} {importlib.metadata.version(package)}"
+    place("trainers", row, kind, note=note)
     # With autocast, gradients pass through bfloat16, where the last bit is worth more.
     tolerance = TOLERANCE[kind] * (100 if "bf16" in options else 1)
-    for rank in run(trainer, kind, tmp_path, options):
-        for part in ("whole", "resumed"):
-            assert rank[part].keys() == expected[part].keys()
-            for name, tensor in expected[part].items():
-                what = f"{name} of the {part} run"
-                found = rank[part][name]
-                torch.testing.assert_close(found, tensor, rtol=0, atol=tolerance, msg=what)
+    for rank, found in enumerate(results(trainer, options)):
+        assert_same(found[kind], found["plain"], tolerance, f"rank {rank}")

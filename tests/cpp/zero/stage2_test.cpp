@@ -414,6 +414,47 @@ TEST_P(Stage2Test, ClipsByTheNormOfAllGradients) {
   }
 }
 
+// Rank r has r batches: those that have joined clip along, and count as zeros.
+TEST_P(Stage2Test, RanksThatHaveJoinedClipAlong) {
+  const int world_size = GetParam();
+  for (auto exchange : {ExchangeKind::kPairwise, ExchangeKind::kSharedMemory}) {
+    test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+      const int rank = group->getRank();
+      const auto params = test::make_params(7);
+      const auto plain_params = test::make_params(7);
+      ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-3),
+                                   options_of({.exchange = exchange}, group));
+      optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-3));
+      {
+        Join join({zero});
+        for (int step = 0; step < rank; ++step) {
+          zero.zero_grad();
+          loss_of(params, rank, step).backward();
+          zero.clip_grad_value_(0.4);
+          zero.clip_grad_norm_(0.5);
+          zero.step();
+        }
+        join.finish();
+      }
+      for (int step = 0; step + 1 < world_size; ++step) {
+        Tensors sums(params.size());
+        std::vector<Tensors> given(world_size, sums);
+        for (int other = step + 1; other < world_size; ++other) {
+          given[other] = gradients_of(plain_params, other, {step});
+        }
+        add_average(given, plain_params, sums, {});
+        set_all(plain_params, sums);
+        torch::nn::utils::clip_grad_value_(plain_params, 0.4);
+        torch::nn::utils::clip_grad_norm_(plain_params, 0.5);
+        plain.step();
+      }
+      for (size_t i = 0; i < params.size(); ++i) {
+        EXPECT_TRUE(torch::allclose(params[i], plain_params[i], 1e-5, 1e-7)) << i;
+      }
+    });
+  }
+}
+
 TEST_P(Stage2Test, ClipsByValue) {
   const int world_size = GetParam();
   test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {

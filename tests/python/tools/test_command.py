@@ -1,7 +1,5 @@
 """`shardstep` on the command line. main() runs in this process, since importing torch is slow."""
 
-import contextlib
-import io
 import json
 import os
 import subprocess
@@ -10,37 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import Command
 from ranks import run_ranks
 from shardstep.__main__ import main
 from shardstep._doctor_ranks import examine
 
 TIMEOUT = 120
-
-
-def command(*arguments) -> subprocess.CompletedProcess:
-    out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        try:
-            code = main(list(map(str, arguments)))
-        except SystemExit as exited:  # argparse
-            code = exited.code
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
-
-
-def succeed(*arguments) -> str:
-    result = command(*arguments)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def refused(*arguments) -> str:
-    """The one sentence that says why."""
-    result = command(*arguments)
-    assert result.returncode == 2, result
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("shardstep: error: ")
-    return result.stderr
+command = Command(main, "shardstep")
+succeed, refused = command.succeed, command.refused
 
 
 def test_help_teaches():
@@ -107,6 +82,18 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(arguments, reason):
 def test_checkpoints_are_looked_at_by_the_same_command(tmp_path):
     assert str(tmp_path) in refused("inspect", tmp_path)
     assert str(tmp_path) in refused("verify", tmp_path)
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.Adam([param], lr=0.25)
+    param.sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    succeed("convert", tmp_path / "optimizer.pt", tmp_path / "run")
+    assert "exp_avg" in succeed("inspect", tmp_path / "run")
+    succeed("verify", tmp_path / "run")
+    succeed("convert", tmp_path / "run", tmp_path / "again.pt")
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert again["param_groups"][0]["lr"] == 0.25
+    assert torch.equal(again["state"][0]["exp_avg"], optimizer.state[param]["exp_avg"])
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

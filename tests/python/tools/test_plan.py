@@ -238,6 +238,7 @@ full = pytest.mark.full
         "stage1",
         "stage2",
         pytest.param("share_parameters", marks=full),
+        pytest.param("masters", marks=full),
     ],
 )
 def test_measured_memory_is_within_ten_per_cent(method):

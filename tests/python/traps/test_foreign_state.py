@@ -93,6 +93,17 @@ class Factors(SimpleOptimizer):
         p.sub_(lr * own["means"]["first"])
 
 
+class Float8(SimpleOptimizer):
+    """Momentum in a dtype that has no typed storage, by itself and in a list."""
+
+    def update(self, p, state, lr):
+        old = state[p]["momentum"].float() if p in state else torch.zeros_like(p)
+        new = 0.9 * old + p.grad
+        state[p]["momentum"] = new.to(torch.float8_e4m3fn)
+        state[p]["before"] = [old.to(torch.float8_e5m2)]
+        p.sub_(lr * new)
+
+
 class Hidden(SimpleOptimizer):
     """Says something else in state_dict() than what it keeps, as bitsandbytes' classes do."""
 
@@ -126,7 +137,7 @@ class TouchesState(torch.optim.SGD):
 
 
 SHAPES = ((3, 5), (4, 2), (2, 2))
-EVERY = {c.__name__: c for c in (EightBit, Factors, Hidden, TouchesState)}
+EVERY = {c.__name__: c for c in (EightBit, Factors, Float8, Hidden, TouchesState)}
 DCP_TAKES = ["EightBit", "Factors", "Hidden"]
 
 

@@ -1,7 +1,5 @@
 """python -m shardstep.checkpoint. main() runs in this process, since importing torch is slow."""
 
-import contextlib
-import io
 import json
 import re
 import subprocess
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import Command
 from helpers import assert_bitwise, assert_same, copies, make_parameters, ours, set_gradients
 from implementation import ZeroRedundancyOptimizer
 from ranks import run_ranks
@@ -19,33 +18,8 @@ pytestmark = ours
 
 SHAPES = (9, (3, 5), 133, (), (4, 6))
 TIMEOUT = 60
-
-
-def command(*arguments) -> subprocess.CompletedProcess:
-    out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        try:
-            code = main(list(map(str, arguments)))
-        except SystemExit as exited:  # argparse
-            code = exited.code
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
-
-
-def succeed(*arguments) -> str:
-    result = command(*arguments)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    return result.stdout
-
-
-def refused(*arguments) -> str:
-    """The one sentence that says why."""
-    result = command(*arguments)
-    assert result.returncode == 2, result
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("python -m shardstep.checkpoint: error: ")
-    return result.stderr
+command = Command(main, "python -m shardstep.checkpoint", silent=True)
+succeed, refused = command.succeed, command.refused
 
 
 def groups_of(parameters) -> list[dict]:

@@ -3,16 +3,15 @@ says who is where, and one test makes hosts of namespaces."""
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from dying import train_until_death
 from ranks import run_ranks
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.ddp_zero_hook import hook_with_zero_step
@@ -210,29 +209,7 @@ def dies(lost, where, options):
     zero = ZeroRedundancyOptimizer(
         net.parameters(), torch.optim.SGD, stage=2, bucket_cap_mb=1e-2, lr=1e-2, **options
     )
-
-    def die(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    begin = time.monotonic()
-    try:
-        for step in range(100):
-            zero.zero_grad()
-            loss = net(batch(step)).square().mean()
-            if step == 3 and dist.get_rank() in lost:
-                if where == "backward":
-                    net.first.weight.register_hook(die)
-                elif where == "update":
-                    zero.optim.step = die
-                elif where == "forward":
-                    die()
-            loss.backward()
-            if where == "after backward" and step == 3 and dist.get_rank() in lost:
-                die()
-            zero.step()
-    except RuntimeError as error:
-        return str(error), time.monotonic() - begin
-    return "went on", 0.0
+    return train_until_death(net, zero, batch, lost, where)
 
 
 PHASES = ["forward", "backward", "after backward", "update"]

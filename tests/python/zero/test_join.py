@@ -1,5 +1,7 @@
 """Uneven inputs: ranks that have run out shadow the steps of the others."""
 
+import copy
+
 import device as devices
 import pytest
 import torch
@@ -14,6 +16,7 @@ from helpers import (
     every_sharding,
     gathered,
     heard,
+    make_net,
     make_parameters,
     on_ranks,
     ours,
@@ -367,3 +370,66 @@ def test_no_warning_in_a_few_rounds():
         for _ in range(3 * (dist.get_rank() + 1)):
             zero.step()
     assert texts == []
+
+
+def clip_by_torch(net, optimizer):
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+
+
+def clip_by_ours(net, optimizer):
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.clip_grad_norm_(0.05)
+    else:
+        clip_by_torch(net, optimizer)
+
+
+def clip_twice_and_look(net, optimizer):
+    torch.nn.utils.clip_grad_value_(net.parameters(), 0.02)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+    for parameter in net.parameters():
+        parameter.grad.mul_(0.5)
+    assert torch.nn.utils.clip_grad_norm_(net.parameters(), 10) < 0.026
+
+
+@ours
+@pytest.mark.parametrize("clip", [clip_by_torch, clip_by_ours, clip_twice_and_look])
+@pytest.mark.parametrize("sharding", ["parameter", "element"])
+@on_ranks(2)
+def test_joined_ranks_of_stage_2_change_gradients_as_the_others_do(sharding, clip):
+    """The first rank runs out of inputs first, then the second, as under DDP."""
+    plain = ddp_net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    net = copy.deepcopy(plain.module)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, lr=0.1
+    )
+    for seed, counts in enumerate([(2, 4), (3, 1)]):
+        inputs = batches(counts[dist.get_rank()], seed)
+        for model, optim, joinable in ((plain, optimizer, plain), (net, zero, zero)):
+            with Join([joinable]):
+                for batch in inputs:
+                    optim.zero_grad()
+                    backward(model, batch)
+                    clip(model, optim)
+                    optim.step()
+        # Norms are summed in another order.
+        pairs = zip(net.parameters(), plain.parameters(), strict=True)
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@ours
+@on_ranks(2, timeout=30)
+def test_changes_that_a_joined_rank_cannot_make_are_an_error_on_all():
+    net = make_net()
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, stage=2, lr=0.1)
+    with (
+        pytest.raises(RuntimeError, match="expected the same changes to the gradients"),
+        Join([zero]),
+    ):
+        for batch in batches(1 + dist.get_rank()):
+            zero.zero_grad()
+            backward(net, batch)
+            for parameter in net.parameters():
+                parameter.grad.add_(parameter.detach())
+            zero.step()

@@ -3,13 +3,12 @@ for bit, since a sum of two terms has one order, and halving is exact."""
 
 import os
 import resource
-import signal
-import time
 
 import device as devices
 import pytest
 import torch
 import torch.distributed as dist
+from dying import train_until_death
 from ranks import run_ranks
 from shardstep import ZeroRedundancyOptimizer
 from torch.distributed.algorithms.join import Join
@@ -269,32 +268,11 @@ def test_join(exchange):
 
 def dies(exchange, where):
     net, zero, _, _ = make(exchange, bucket_cap_mb=1e-5)
-    rank = dist.get_rank()
-
-    def die(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    begin = time.monotonic()
-    try:
-        for step in range(100):
-            zero.zero_grad()
-            loss = net(batch(step)).square().mean()
-            if step == 3 and rank == 1:
-                if where == "backward":
-                    net.first.weight.register_hook(die)
-                elif where == "step":
-                    zero.optim.step = die
-                else:
-                    die()
-            loss.backward()
-            zero.step()
-    except RuntimeError as error:
-        return str(error), time.monotonic() - begin
-    return "went on", 0.0
+    return train_until_death(net, zero, batch, (1,), where)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("where", ["backward", "step", "before backward"])
+@pytest.mark.parametrize("where", ["backward", "update", "forward"])
 def test_a_rank_that_is_killed_is_an_error_on_the_others(exchange, where):
     before = set(os.listdir("/dev/shm"))
     # A rank may wait for one that lives but has given up: that ends with the group's timeout.

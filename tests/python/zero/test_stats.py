@@ -18,6 +18,8 @@ EXCHANGE = "shared_memory" if devices.NAME == "cpu" else "native"  # that stage 
 
 def make(**options):
     module = nn.Linear(64, 64)
+    if options.get("overlap_forward"):
+        options["module"] = module
     zero = ZeroRedundancyOptimizer(
         module.parameters(), torch.optim.Adam, sharding="element", lr=0.1, **options
     )
@@ -58,16 +60,7 @@ def test_stats_of_stage_2():
 
 
 def overlapping() -> None:
-    module = nn.Linear(64, 64)
-    zero = ZeroRedundancyOptimizer(
-        module.parameters(),
-        torch.optim.Adam,
-        stage=2,
-        sharding="element",
-        module=module,
-        overlap_forward=True,
-        lr=0.1,
-    )
+    module, zero = make(stage=2, overlap_forward=True)
     for _ in range(2):
         iterate(module, zero)
     zero.wait()
@@ -97,17 +90,29 @@ def test_bytes_sent(exchange):
     run_ranks(2, sends, exchange)
 
 
-def profiled() -> set[str]:
-    module, zero = make(stage=2)
+def profiled(options) -> set[str]:
+    module, zero = make(**options)
     with torch.profiler.profile() as profile:
-        iterate(module, zero)
-    return {event.key for event in profile.key_averages()}
+        for _ in range(2):
+            iterate(module, zero)
+    return {event.key for event in profile.key_averages() if event.key.startswith("shardstep::")}
 
 
-def test_the_profiler_shows_each_phase():
-    for seen in run_ranks(2, profiled):
-        phases = ("post", "reduce", "compare", "update", "gather")
-        assert {f"shardstep::{phase}" for phase in phases} <= seen
+@pytest.mark.parametrize(
+    "options, phases",
+    [
+        ({"stage": 1}, ("compare", "update", "gather")),
+        ({"stage": 2}, ("post", "reduce", "compare", "update", "gather")),
+        (
+            {"stage": 2, "overlap_forward": True},
+            ("post", "reduce", "compare", "update", "gather", "arrive"),
+        ),
+    ],
+    ids=["stage 1", "stage 2", "overlap_forward"],
+)
+def test_the_profiler_shows_each_phase(options, phases):
+    for seen in run_ranks(2, profiled, options):
+        assert seen == {f"shardstep::{phase}" for phase in phases}
 
 
 def logged() -> list[str]:
