@@ -66,9 +66,10 @@ std::optional<at::ScalarType> wire_of(at::ScalarType param, const EngineOptions&
   const auto& dtype = options.stage2->gradient_dtype;
   if (!dtype || !at::isFloatingType(param)) return std::nullopt;
   if (c10::elementSize(*dtype) < c10::elementSize(param)) return dtype;
-  // Sums for masters are wider than the parameter. They keep its dtype: the other has another
-  // range.
-  return options.master_dtype ? std::optional(param) : std::nullopt;
+  // Sums for a float32 copy are wider than the parameter. They keep its dtype: the other has
+  // another range.
+  const bool wide_sums = options.master_dtype || options.rounding == Rounding::kStochastic;
+  return wide_sums ? std::optional(param) : std::nullopt;
 }
 
 std::string describe(const EngineOptions& options) {
