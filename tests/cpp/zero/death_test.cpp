@@ -388,16 +388,23 @@ void expect_new_run_goes_on(const Way& way, const std::string& directory) {
   EXPECT_EQ(test::names_in(directory).size(), 1 + kDyingRanks);
 }
 
-void die(const Death& death) {
+// False if nobody died: who makes a segment and who opens it is a race, so a rank may reach a point
+// less often than in the reference.
+bool die(const Death& death) {
   SCOPED_TRACE(name_of(death));
   const test::Folder folder;
   const auto directory = folder / "checkpoint";
   const auto fates = run_dying(death.failing, training(death.way, directory), death.way);
   const int status = fates[death.failing.rank].status;
+  if (status == 0 && fates[death.failing.rank].outcome.starts_with("done ")) {
+    expect_done(fates);
+    return false;
+  }
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
   expect_survivors_raise(death, fates);
   EXPECT_EQ(named_segments(), std::vector<std::string>{});
   expect_new_run_goes_on(death.way, directory);
+  return true;
 }
 
 // Each point x way x rank; the first time that it is reached and the last.
@@ -429,15 +436,16 @@ TEST(Death, EveryPointIsReached) {
 
 TEST(Death, AtEachPointTheOthersRaiseAndANewRunGoesOn) {
   const auto deaths = all_deaths();
-  int killed = 0;
+  int killed = 0, spared = 0;
   // SHARDSTEP_DEATHS="stage 2, native: rank 0" chooses those whose name contains that.
   const char* const chosen = std::getenv("SHARDSTEP_DEATHS");
   for (const auto& death : chosen ? deaths : test::sample(deaths, 3)) {
     if (chosen && name_of(death).find(chosen) == std::string::npos) continue;
-    die(death);
-    ++killed;
+    ++(die(death) ? killed : spared);
   }
-  std::printf("killed at %d of %zu points x exchanges x ranks\n", killed, deaths.size());
+  EXPECT_LE(spared, 2 + killed / 20);
+  std::printf("killed at %d of %zu points x exchanges x ranks; %d were not reached\n", killed,
+              deaths.size(), spared);
 }
 
 const std::vector<ExchangeKind> kExchanges{ExchangeKind::kSharedMemory, ExchangeKind::kPairwise,
