@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up what they need in .venv and build/, and no more than that.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-build bench-peers test-clients wheel torch-matrix prove docs test-docs format check-format check-types install clean setup build
+.PHONY: help demo test bench bench-build bench-peers test-clients wheel torch-matrix prove fuzz soak docs test-docs format check-format check-types install clean setup build
 
 JOBS ?= $(shell nproc)
 RANKS ?= 2
@@ -12,6 +12,10 @@ PEERS_ARGS ?=
 MATRIX_ARGS ?=
 CLIENTS_ARGS ?=
 PROVE_ARGS ?=
+SECONDS ?= 60
+FUZZ_ARGS ?=
+MINUTES ?= 10
+SOAK_ARGS ?=
 
 ifdef SANITIZE
 SANITIZER := $(if $(filter thread,$(SANITIZE)),thread,address)
@@ -141,6 +145,21 @@ test-docs: docs .venv/test.stamp  ## The same, and run or compile every code blo
 	@$(NINJA) train_ddp
 	@SHARDSTEP_FULL=1 $(BIN)/python -m pytest -q tests/python/docs --deselect tests/python/docs/test_docs.py::test_the_site_builds
 
+# Only our readers are built, with clang; libtorch is linked as it is.
+fuzz: .venv/build.stamp  ## Fuzz the readers of files and of the environment for SECONDS=60 of CPU each (FUZZ_ARGS="--help")
+	@tools/setup.sh fuzz
+	@cmake -S . -B build-fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DCMAKE_CXX_COMPILER=clang++ -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_PREFIX_PATH=$(abspath .venv/system/usr) -DSHARDSTEP_BUILD_FUZZER=ON \
+	  -DSHARDSTEP_BUILD_TESTS=OFF -DSHARDSTEP_BUILD_EXAMPLES=OFF -DSHARDSTEP_BUILD_BENCHMARKS=OFF \
+	  > build-fuzz.log 2>&1 || { cat build-fuzz.log; exit 1; }
+	@ninja -C build-fuzz -j $(JOBS) shardstep_fuzzer
+	@$(BIN)/python tools/fuzz.py --seconds $(SECONDS) $(FUZZ_ARGS)
+
+soak: $(BUILD)/build.ninja  ## Train through kills, delays and restarts for MINUTES=10 (SOAK_ARGS="--seed 1")
+	@$(NINJA) train_gpt
+	@$(BIN)/python tools/soak.py --build $(BUILD) --minutes $(MINUTES) $(SOAK_ARGS)
+
 format: .venv/format.stamp  ## Format the C++ and Python sources
 	@$(BIN)/clang-format -i $(CPP_FILES)
 	@$(BIN)/ruff check --quiet --fix .
@@ -170,4 +189,4 @@ else
 endif
 
 clean:  ## Remove what was built; .venv stays
-	@rm -rf build build-wheel build-sanitize* build.log build-sanitize*.log dist
+	@rm -rf build build-wheel build-fuzz build-sanitize-* build.log build-*.log dist

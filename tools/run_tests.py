@@ -27,8 +27,6 @@ FULL = os.environ.get("SHARDSTEP_FULL", "") not in ("", "0")
 
 # Into how many processes the slow binaries are divided, the slowest first.
 SHARDS = {"zero_test": 4, "checkpoint_crash_test": 2, "checkpoint_test": 2, "ddp_test": 2}
-# Tests whose ranks are processes tell the thread sanitizer nothing, and forked ones confuse it.
-FORKS = {"checkpoint_crash_test", "zero_death_test", "launch_test"}
 # What the sanitizers are told at run time; the rest stands in cmake/ShardstepSanitize.cmake.
 SANITIZERS = {
     "address": {},
@@ -131,8 +129,6 @@ def cpp_jobs(build: Path, reports: Path, arguments: argparse.Namespace) -> list[
     jobs = []
     only = arguments.gtest_filter
     for binary in (build / "tests").glob(f"{arguments.layer}*_test"):
-        if arguments.sanitizer == "thread" and binary.name in FORKS:
-            continue
         shards = SHARDS.get(binary.name, 1)
         for shard in range(shards):
             name = binary.name if shards == 1 else f"{binary.name}[{shard + 1}/{shards}]"

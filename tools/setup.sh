@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prepares this clone for one kind of work: build, python, test, format, types, docs or prove.
-# make runs it.
+# Prepares this clone for one kind of work: build, python, test, format, types, docs, prove or
+# fuzz. make runs it.
 # Python packages go into .venv. What the system lacks comes from PyPI if PyPI has it, else from
 # apt, and that is announced first.
 set -euo pipefail
@@ -115,13 +115,24 @@ prepare_docs() {
   prepare_packages docs
 }
 
+prepare_fuzz() {
+  has_program clang++ || from_apt clang "libFuzzer is a part of it" ||
+    die "install clang (Debian: clang) and run make again"
+  has_program llvm-cov || from_apt llvm "it reports what the fuzzers have covered" ||
+    die "install llvm-cov (Debian: llvm) and run make again"
+  # Debian packages libFuzzer apart from clang.
+  [[ -e $(clang++ -print-resource-dir)/lib/linux/libclang_rt.fuzzer-$(uname -m).a ]] ||
+    from_apt "libclang-rt-$(clang++ -dumpversion | cut -d. -f1)-dev" "it has libFuzzer" ||
+    die "install clang's runtime libraries (Debian: libclang-rt-*-dev) and run make again"
+}
+
 prepare_packages() {  # part
   say "installing requirements/$1.txt into .venv"
   pip_install -r "requirements/$1.txt"
 }
 
 case "${1-}" in
-  build | python | test | docs | prove) "prepare_$1" ;;
+  build | python | test | docs | prove | fuzz) "prepare_$1" ;;
   format | types) prepare_packages "$1" ;;
-  *) die "expected build, python, test, format, types, docs or prove, got '${1-}'" ;;
+  *) die "expected build, python, test, format, types, docs, prove or fuzz, got '${1-}'" ;;
 esac

@@ -33,6 +33,18 @@ auto naming(const std::string& path, Body body) {
   }
 }
 
+// Runs `body`, whose errors may not name the directory yet.
+template <class Body>
+auto writing(const std::string& directory, Body body) {
+  try {
+    return body();
+  } catch (const c10::ValueError& error) {
+    const std::string found = error.what_without_backtrace();
+    if (found.starts_with("shardstep: ")) throw;
+    TORCH_CHECK_VALUE(false, "shardstep: cannot write ", directory, ": ", found);
+  }
+}
+
 // Whether a shard's header says the same about a part as the index.
 bool tells(const CheckpointIndex& shard, const std::string& name, const CheckpointTensor& tensor,
            const CheckpointPart& part) {
@@ -297,12 +309,7 @@ struct CheckpointWriter::State {
 
 CheckpointWriter::CheckpointWriter(const std::string& directory, CheckpointIndex index)
     : state_(std::make_unique<State>()) {
-  try {
-    detail::check_state(index);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK_VALUE(false, "shardstep: cannot write ", directory, ": ",
-                      error.what_without_backtrace());
-  }
+  writing(directory, [&] { detail::check_state(index); });
   detail::ShardContent content;
   for (auto& [name, tensor] : index.tensors) {
     detail::checked_nbytes(tensor.shape, tensor.dtype, "shardstep: " + name);
@@ -324,8 +331,9 @@ CheckpointWriter::CheckpointWriter(const std::string& directory, CheckpointIndex
   state_->directory = directory;
   state_->index = std::move(index);
   state_->written.resize(content.parts.size());
-  state_->shard =
-      std::make_unique<detail::ShardWriter>(directory, std::move(content), state_->index, 0);
+  state_->shard = writing(directory, [&] {
+    return std::make_unique<detail::ShardWriter>(directory, std::move(content), state_->index, 0);
+  });
 }
 
 CheckpointWriter::~CheckpointWriter() = default;
@@ -357,7 +365,7 @@ void CheckpointWriter::commit() {
   }
   state_->shard->commit();
   try {
-    detail::commit_index(state_->directory, state_->index);
+    writing(state_->directory, [&] { detail::commit_index(state_->directory, state_->index); });
   } catch (...) {
     detail::remove_shard(state_->directory, state_->index.id, 0);
     throw;

@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "comm/lost_ranks.h"
 #include "comm/peer_input.h"
 #include "failure_points.h"
 #include "launch/who.h"
@@ -104,7 +105,7 @@ std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tenso
     // Backends do not say which rank they are, or lost.
     const auto error = message_of(std::current_exception());
     TORCH_CHECK(false, "shardstep: lost another rank while agreeing with all of them: ", error,
-                who(group));
+                lost_ranks(group), who(group));
   }
   return at::stack(output[0]).cpu().unbind();  // the host waits for a device once
 }

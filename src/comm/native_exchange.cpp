@@ -187,11 +187,11 @@ class NativeExchange : public Exchange {
     if (layout.size == 0) return layout.part(flat, rank());
     if (layout.equal) {
       auto sum = room.defined() ? room : at::empty({layout.padded}, flat.options());
-      pending.add(reduce_scatter_single(*group_, sum, flat), "adding up with all, as", rank());
+      pending.add(reduce_scatter_single(*group_, sum, flat), "adding up with", kAllRanks);
       pending.keep({sum});
       return sum.narrow(0, 0, layout.numel[rank()]);
     }
-    coalesce(flat.device(), pending, "adding up with all, as", [&] {
+    coalesce(flat.device(), pending, "adding up with", [&] {
       for (int owner = 0; owner < world_size(); ++owner) {
         if (layout.numel[owner] == 0) continue;
         std::vector<at::Tensor> one{layout.part(flat, owner)};
@@ -222,7 +222,7 @@ class NativeExchange : public Exchange {
     if (!is_in_blocks(wire)) input = input.to(wire);
     at::Tensor output = at::empty({numel * world_size()}, input.options());
     pending->add(all_to_all_single(*group_, output, input, received_numel, sent_numel),
-                 "exchanging with all, as", rank());
+                 "exchanging with", kAllRanks);
     pending->keep({input, output});
     pending->then([into, own, output, divisor, wire, numel, ranks = world_size()] {
       if (numel == 0) return;
@@ -261,7 +261,7 @@ class NativeExchange : public Exchange {
     if (auto whole = joined(parts)) {
       at::Tensor own = parts[rank()].front();
       if (whole->numel() == 0) return;
-      pending.add(all_gather_single(*group_, *whole, own), "gathering from all, with", rank());
+      pending.add(all_gather_single(*group_, *whole, own), "gathering from", kAllRanks);
       pending.keep({*whole, own});
       return;
     }
@@ -278,7 +278,7 @@ class NativeExchange : public Exchange {
                             : layout.part(flat, rank());
     copy_into(parts[rank()], layout.part(flat, rank()));
     if (layout.equal) {
-      pending.add(all_gather_single(*group_, flat, own), "gathering from all, with", rank());
+      pending.add(all_gather_single(*group_, flat, own), "gathering from", kAllRanks);
       pending.keep({flat});
     } else {
       Parts pieces;
@@ -302,7 +302,7 @@ class NativeExchange : public Exchange {
 
   // Every owner's part, at most one each, to all ranks.
   void broadcast_each(const Parts& parts, at::Device device, PendingWorks& pending) {
-    coalesce(device, pending, "gathering from all, with", [&] {
+    coalesce(device, pending, "gathering from", [&] {
       for (int owner = 0; owner < world_size(); ++owner) {
         if (parts[owner].empty() || parts[owner].front().numel() == 0) continue;
         std::vector<at::Tensor> one{parts[owner].front()};
@@ -324,7 +324,7 @@ class NativeExchange : public Exchange {
       group_->endCoalescing(device.type());
       throw;
     }
-    pending.add(group_->endCoalescing(device.type()), verb, rank());
+    pending.add(group_->endCoalescing(device.type()), verb, kAllRanks);
   }
 
   void count(const Parts& parts, int64_t& outward, int64_t& inward) {

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "comm/lost_ranks.h"
 #include "failure_points.h"
 #include "launch/who.h"
 
@@ -99,10 +100,14 @@ void record_current_streams(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-// Calls `call`, and adds what it was for to an error of the transport.
-template <class Call>
-auto with_context(const char* verb, int peer, const std::string& who, const Call& call) {
-  const auto context = [&] { return c10::str("shardstep: while ", verb, " rank ", peer, who); };
+// Calls `call`, and adds what it was for to an error of the transport, and whom that has lost.
+template <class Call, class Group>
+auto with_context(const char* verb, int peer, const std::string& who, const Group& group,
+                  const Call& call) {
+  const auto context = [&] {
+    const auto whom = peer == kAllRanks ? std::string(" all ranks") : c10::str(" rank ", peer);
+    return c10::str("shardstep: while ", verb, whom, lost_ranks(group()), who);
+  };
   try {
     return call();
   } catch (c10::Error& error) {
@@ -118,7 +123,8 @@ auto with_context(const char* verb, int peer, const std::string& who, const Call
 void PendingWorks::wait() {
   SHARDSTEP_FAILURE_POINT("messages: waits");
   for (auto& [work, verb, peer, arrived] : works_) {
-    with_context(verb, peer, who(rank_, world_size_), [this, &work = work] {
+    const auto group = [this] { return group_.lock(); };
+    with_context(verb, peer, who(rank_, world_size_), group, [this, &work = work] {
       if (!aborted_) work->wait();
       TORCH_CHECK(!aborted_, "shardstep: the exchange was destroyed");
       return true;
@@ -199,9 +205,10 @@ Sent send_messages(const ProcessGroupPtr& group, PendingWorks& pending,
       ++sent.messages;
       std::vector<at::Tensor> one{piece};
       // Also fails here, if the connection is already closed.
-      pending.add(
-          with_context("sending to", to, who(group), [&] { return group->send(one, to, tag); }),
-          "sending to", to);
+      pending.add(with_context(
+                      "sending to", to, who(group), [&] { return group; },
+                      [&] { return group->send(one, to, tag); }),
+                  "sending to", to);
     }
   }
   pending.keep(messages);
@@ -215,8 +222,9 @@ int64_t receive(const ProcessGroupPtr& group, PendingWorks& pending,
     const auto split = pieces(tensor);
     for (size_t i = 0; i < split.size(); ++i) {
       std::vector<at::Tensor> one{split[i]};
-      pending.add(with_context("waiting for", from, who(group),
-                               [&] { return group->recv(one, from, tag); }),
+      pending.add(with_context(
+                      "waiting for", from, who(group), [&] { return group; },
+                      [&] { return group->recv(one, from, tag); }),
                   "waiting for", from, i + 1 == split.size() ? std::move(arrived) : nullptr);
     }
   };

@@ -12,12 +12,15 @@
 
 namespace shardstep::detail {
 
+// As the peer of a collective.
+constexpr int kAllRanks = -1;
+
 // c10d works, each with a description for errors and what to do when it has arrived, and what to do
 // when all have.
 class PendingWorks : public Pending {
  public:
   explicit PendingWorks(const ProcessGroupPtr& group)
-      : rank_(group->getRank()), world_size_(group->getSize()) {}
+      : rank_(group->getRank()), world_size_(group->getSize()), group_(group) {}
 
   void add(c10::intrusive_ptr<c10d::Work> work, const char* verb, int peer,
            std::function<void()> arrived = {}) {
@@ -43,6 +46,7 @@ class PendingWorks : public Pending {
   };
   int rank_;
   int world_size_;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;  // this may outlive it in a Worker's thread
   std::mutex mutex_;  // held while works are aborted, and while they are released
   std::vector<Item> works_;
   std::atomic<bool> aborted_{false};

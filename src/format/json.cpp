@@ -215,7 +215,7 @@ std::string dump(const Json& json, const std::string& what) {
   try {
     return json.dump();
   } catch (const Json::exception& error) {
-    TORCH_CHECK_VALUE(false, what, ": ", error.what());
+    TORCH_CHECK_VALUE(false, what, ": expected strings in UTF-8, got: ", error.what());
   }
 }
 

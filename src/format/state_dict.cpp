@@ -104,11 +104,23 @@ PickleNode& entry(const PickleNode& dict, const std::string& key, const char* wh
   TORCH_CHECK_VALUE(false, "expected ", what, " to have the key '", key, "'");
 }
 
+// How many values a pickle may still become. Dicts that are shared in it are copied, and without a
+// bound a small file would fill the memory.
+struct Budget {
+  size_t left;
+  void spend(size_t count) {
+    TORCH_CHECK_VALUE(count <= left,
+                      "more values than the file has bytes, in dicts that it repeats");
+    left -= count;
+  }
+};
+
 // Every key except `except`.
-NamedValues read_values(const PickleNode& dict, const std::string& what,
+NamedValues read_values(const PickleNode& dict, Budget& budget, const std::string& what,
                         const char* except = nullptr) {
   TORCH_CHECK_VALUE(dict.kind == Kind::kDict, "expected ", what, " to be a dict, got ",
                     describe(dict));
+  budget.spend(dict.items.size());
   NamedValues values;
   for (size_t i = 0; i < dict.items.size(); i += 2) {
     const auto& key = *dict.items[i];
@@ -125,27 +137,30 @@ NamedValues read_values(const PickleNode& dict, const std::string& what,
   return values;
 }
 
-StateDict::ParamGroup read_param_group(const PickleNode& node) {
+StateDict::ParamGroup read_param_group(const PickleNode& node, Budget& budget) {
   StateDict::ParamGroup group;
   const auto& params = entry(node, "params", "a param group");
   TORCH_CHECK_VALUE(params.kind == Kind::kList, "expected 'params' to be a list of ints, got ",
                     describe(params));
+  budget.spend(params.items.size());
   for (const auto& param : params.items) {
     TORCH_CHECK_VALUE(param->kind == Kind::kLeaf && param->value.isInt(),
                       "expected 'params' to be a list of ints, got ", describe(*param), " in it");
     group.params.push_back(param->value.toInt());
   }
-  group.options = read_values(node, "a param group", "params");
+  group.options = read_values(node, budget, "a param group", "params");
   return group;
 }
 
 // Python's load_state_dict uses the order of params and not the numbers in it, and so do we.
-StateDict read_dict(const PickleNode& root) {
+StateDict read_dict(const PickleNode& root, Budget budget) {
   StateDict dict;
   const auto& groups = entry(root, "param_groups", "the file's value");
   TORCH_CHECK_VALUE(groups.kind == Kind::kList, "expected 'param_groups' to be a list, got ",
                     describe(groups));
-  for (const auto& group : groups.items) dict.param_groups.push_back(read_param_group(*group));
+  for (const auto& group : groups.items) {
+    dict.param_groups.push_back(read_param_group(*group, budget));
+  }
   auto places = positions(dict.param_groups);
 
   const auto& state = entry(root, "state", "the file's value");
@@ -158,7 +173,8 @@ StateDict read_dict(const PickleNode& root) {
     auto index = key.value.toInt();
     auto what = "state of parameter " + std::to_string(index);
     bool is_new =
-        dict.state.emplace(position(places, index), read_values(*state.items[i + 1], what)).second;
+        dict.state.emplace(position(places, index), read_values(*state.items[i + 1], budget, what))
+            .second;
     TORCH_CHECK_VALUE(is_new, what, " twice");
   }
   for (auto& group : dict.param_groups) {
@@ -207,7 +223,7 @@ StateDict read_file(
   auto root = detail::read_pickle(text(pickle), [&](const std::string& key, size_t nbytes) {
     return load("data/" + key, nbytes);
   });
-  return read_dict(*root);
+  return read_dict(*root, {pickle.nbytes()});
 }
 
 // Runs `body`, whose errors do not name the file yet.

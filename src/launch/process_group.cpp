@@ -121,6 +121,20 @@ void check_same_ranks(const StorePtr& store, const std::vector<int>& ranks, int 
   }
 }
 
+// Connects with the other ranks. Gloo's errors do not say whose they are.
+c10::intrusive_ptr<c10d::Backend> connect(const StorePtr& store, int rank, int size,
+                                          std::chrono::milliseconds timeout) {
+  const auto context = "shardstep: while connecting with the other ranks" + detail::who(rank, size);
+  try {
+    return detail::make_gloo_backend(store, rank, size, timeout);
+  } catch (c10::Error& error) {
+    error.add_context(context);
+    throw;
+  } catch (const std::exception& error) {
+    throw std::runtime_error(c10::str(error.what(), "\n", context));
+  }
+}
+
 }  // namespace
 
 ProcessGroupPtr make_process_group(const StorePtr& store, int rank, int size,
@@ -142,7 +156,7 @@ ProcessGroupPtr make_process_group(const StorePtr& store, int rank, int size,
     group->setBackend(c10::DeviceType::CUDA, BackendType::NCCL, nccl);
   }
   ignore_broken_pipes();
-  auto gloo = detail::make_gloo_backend(store, rank, size, options.timeout());
+  auto gloo = connect(store, rank, size, options.timeout());
   group->setBackend(c10::DeviceType::CPU, BackendType::GLOO, gloo);
   group->setDefaultBackend(backend == "nccl" ? BackendType::NCCL : BackendType::GLOO);
   return group;

@@ -163,6 +163,9 @@ Segment SharedMemory::allocate(int64_t key, const SegmentLayout& layout, Reserve
 }
 
 void SharedMemory::throw_no_room(int64_t bytes, int error) {
+  // A process that is killed closes its files a moment before it is known to be gone.
+  constexpr std::chrono::milliseconds kMoment{2000};
+  if (error == ENOENT) await_a_death(kMoment);
   const auto lost = who_is_gone(-1, /*anyone=*/true);
   TORCH_CHECK(!lost, "shardstep: ", name_of(*lost), " has died, and its memory is gone",
               who(group_));
@@ -185,6 +188,12 @@ std::optional<int> SharedMemory::who_is_gone(int awaited, bool anyone) const {
     if (is_gone(rank)) return rank;
   }
   return std::nullopt;
+}
+
+void SharedMemory::await_a_death(std::chrono::milliseconds patience) const {
+  std::vector<pollfd> handles;
+  for (const auto& process : processes_) handles.push_back({process.get(), POLLIN, 0});
+  ::poll(handles.data(), handles.size(), static_cast<int>(patience.count()));
 }
 
 void SharedMemory::raise(SharedCount& count) {

@@ -99,6 +99,8 @@ class SharedMemory {
   std::string name_of(int rank) const;
   bool is_gone(int rank) const;
   std::optional<int> who_is_gone(int awaited, bool anyone) const;
+  // Returns when a rank of this host is gone, or after `patience`.
+  void await_a_death(std::chrono::milliseconds patience) const;
   void check_nobody_gave_up() const;
   Segment find_or_make(NoticeBoardLock& lock, int64_t key, const SegmentLayout& layout);
   void close_what_all_have_opened();

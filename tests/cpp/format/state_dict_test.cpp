@@ -294,6 +294,25 @@ TEST(StateDict, DamagedFilesAreRefusedOrRead) {
 }
 
 // Pickles that no damage makes by chance: put in the place of the file's own, padded with nothing.
+// State of `params` parameters, each of which has the same dict with `keys` keys.
+std::string shared_state(int params, int keys) {
+  const auto number = [](int value) {
+    return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  const auto text = [&](const std::string& value) {
+    return "X" + number(static_cast<int>(value.size())) + value;
+  };
+  std::string shared = "}(", state = "}(", indices = "](";
+  for (int i = 0; i < keys; ++i) shared += text(std::to_string(i)) + "N";
+  shared += "uq\x01";
+  for (int i = 0; i < params; ++i) {
+    state += "J" + number(i) + (i == 0 ? shared : "h\x01");
+    indices += "J" + number(i);
+  }
+  return "\x80\x02}(" + text("state") + state + "u" + text("param_groups") + "](}(" +
+         text("params") + indices + "eueu.";
+}
+
 TEST(StateDict, HostilePicklesAreRefused) {
   Folder folder;
   write_state_dict(StateDict{}, folder / "a.pt");
@@ -308,6 +327,7 @@ TEST(StateDict, HostilePicklesAreRefused) {
       "\x80\x02" + repeat("(", 100000) + ".",
       "\x80\x02" + repeat("]", 100000) + repeat("a", 99999) + ".",
       "\x80\x02)" + repeat("q\x01h\x01\x86", 30) + ".",  // 2^30 parts, by sharing
+      shared_state(3000, 3000),
       "\x80\x02"
       "cos\nsystem\nX\x04\0\0\0true\x85R.",
       "\x80\x02X\xff\xff\xff\xff"
@@ -319,11 +339,14 @@ TEST(StateDict, HostilePicklesAreRefused) {
       "\x80\x02u.",
       "\x80\x02h\x01.",
       ""};
+  const auto write = [&](const std::string& pickle) {
+    caffe2::serialize::PyTorchStreamWriter file(folder / "b.pt");
+    file.writeRecord("data.pkl", pickle.data(), pickle.size());
+  };
+  write(shared_state(3, 3));  // a little sharing is not hostile
+  EXPECT_EQ(read_state_dict(folder / "b.pt").state.size(), 3u);
   for (const auto& pickle : pickles) {
-    {
-      caffe2::serialize::PyTorchStreamWriter file(folder / "b.pt");
-      file.writeRecord("data.pkl", pickle.data(), pickle.size());
-    }
+    write(pickle);
     auto message = value_error([&] { read_state_dict(folder / "b.pt"); });
     EXPECT_NE(message.find(folder / "b.pt"), std::string::npos) << message;
   }

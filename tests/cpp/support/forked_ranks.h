@@ -18,13 +18,14 @@ namespace shardstep::test {
 
 // Runs `body` in a forked process; returns its id.
 inline pid_t fork_process(const std::function<void()>& body, unsigned seconds = 60) {
+  const bool failed_before = ::testing::Test::HasFailure();
   const pid_t pid = ::fork();
   if (pid != 0) return pid;
   ::alarm(seconds);
   int code = 0;
   try {
     body();
-    code = ::testing::Test::HasFailure() ? 1 : 0;
+    code = ::testing::Test::HasFailure() && !failed_before ? 1 : 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "process: %s\n", error.what());
     code = 1;

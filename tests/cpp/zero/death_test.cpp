@@ -8,6 +8,8 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <regex>
+#include <set>
 #include <sstream>
 
 #include "failure_points.h"
@@ -105,13 +107,13 @@ class TrainingRun {
     }
   }
 
-  void train(const std::function<void(int step)>& before_step = nullptr) {
+  void train(int steps, const std::function<void(int step)>& before_step = nullptr) {
     int step = 0;
     if (fs::exists(directory_ + "/index.json")) {
       step = static_cast<int>(
           zero_->load_checkpoint(directory_, checkpoint_options(0))["step"].toInt());
     }
-    for (; step < kTrainedSteps; ++step) {
+    for (; step < steps; ++step) {
       if (before_step) before_step(step);
       make_step(step);
       zero_->save_checkpoint(directory_, checkpoint_options(step + 1));
@@ -275,33 +277,42 @@ std::vector<Fate> run_dying(const Failing& failing, const Body& body, const Way&
   return fates;
 }
 
-Body training(const Way& way, const std::string& directory) {
-  return [way, directory](const ProcessGroupPtr& group) {
+Body training(const Way& way, const std::string& directory, int steps = kTrainedSteps) {
+  return [way, directory, steps](const ProcessGroupPtr& group) {
     TrainingRun run(way, group, directory);
-    run.train();
+    run.train(steps);
     return run.digest();
   };
 }
 
-// A run in which nobody dies.
+// A run in which nobody dies, and one that goes on from it for a step.
 struct Reference {
-  std::string outcome;
+  std::string outcome, later_outcome;
   std::map<std::string, int> reached[kDyingRanks];
 };
+
+void expect_done(const std::vector<Fate>& fates) {
+  for (const auto& fate : fates) {
+    EXPECT_EQ(fate.status, 0);
+    EXPECT_EQ(fate.outcome, fates[0].outcome);
+    EXPECT_TRUE(fate.outcome.starts_with("done ")) << fate.outcome;
+  }
+}
 
 const Reference& reference_of(const Way& way) {
   static std::map<std::string, Reference> known;
   auto& reference = known[name_of(way)];
   if (!reference.outcome.empty()) return reference;
   const test::Folder folder;
-  const auto fates = run_dying({}, training(way, folder / "checkpoint"), way);
-  for (int rank = 0; rank < kDyingRanks; ++rank) {
-    EXPECT_EQ(fates[rank].status, 0);
-    EXPECT_EQ(fates[rank].outcome, fates[0].outcome) << name_of(way);
-    EXPECT_TRUE(fates[rank].outcome.starts_with("done ")) << fates[rank].outcome;
-    reference.reached[rank] = fates[rank].reached;
-  }
+  SCOPED_TRACE(name_of(way));
+  const auto directory = folder / "checkpoint";
+  const auto fates = run_dying({}, training(way, directory), way);
+  expect_done(fates);
+  for (int rank = 0; rank < kDyingRanks; ++rank) reference.reached[rank] = fates[rank].reached;
   reference.outcome = fates[0].outcome;
+  const auto later = run_dying({}, training(way, directory, kTrainedSteps + 1), way);
+  expect_done(later);
+  reference.later_outcome = later[0].outcome;
   return reference;
 }
 
@@ -324,6 +335,37 @@ std::string name_of(const Death& death) {
                   "\", time ", death.failing.occurrence);
 }
 
+// The ranks that an error names, besides "(rank r of w)", which says whose error it is.
+std::set<int> ranks_named(std::string error) {
+  static const std::regex whose(R"( \(rank \d+ of \d+\))"), rank(R"(rank (\d+))");
+  error = std::regex_replace(error, whose, "");
+  std::set<int> named;
+  for (std::sregex_iterator found(error.begin(), error.end(), rank), end; found != end; ++found) {
+    named.insert(std::stoi((*found)[1]));
+  }
+  return named;
+}
+
+// Every rank that has raised names the one that died. If another rank heard of it first and left,
+// a third may have lost that one before it hears of the death, and names it instead.
+void expect_named(const Way& way, int victim, const std::vector<Fate>& fates, int rank) {
+  const int other = kDyingRanks - victim - rank;
+  const auto& outcome = fates[rank].outcome;
+  // DDP's own collectives are torch's, and do not say whom they lost.
+  if (way.training == Training::kHooks && outcome.find("shardstep") == std::string::npos &&
+      outcome.find("gloo") != std::string::npos) {
+    return;
+  }
+  EXPECT_NE(outcome.find(c10::str("(rank ", rank, " of 3)")), std::string::npos) << outcome;
+  // The group itself was not there yet, and Gloo does not say who was missing.
+  if (outcome.find("while connecting with the other ranks") != std::string::npos) return;
+  const auto named = ranks_named(outcome);
+  const bool other_names_it = fates[other].outcome.starts_with("error ") &&
+                              ranks_named(fates[other].outcome).contains(victim);
+  EXPECT_TRUE(named.contains(victim) || (other_names_it && named.contains(other)))
+      << "rank " << rank << ": " << outcome;
+}
+
 void expect_survivors_raise(const Death& death, const std::vector<Fate>& fates) {
   const int victim = death.failing.rank;
   for (int rank = 0; rank < kDyingRanks; ++rank) {
@@ -334,33 +376,35 @@ void expect_survivors_raise(const Death& death, const std::vector<Fate>& fates) 
     // Who needed nothing more of it is done.
     if (outcome == reference_of(death.way).outcome) continue;
     EXPECT_TRUE(outcome.starts_with("error ")) << "rank " << rank << ": " << outcome;
-    // DDP's own collectives are torch's.
-    if (death.way.training == Training::kHooks && outcome.find("gloo") != std::string::npos)
-      continue;
-    // Who has died, or whom it waited for, if that rank has raised and left before.
-    const bool named = outcome.find("rank ") != std::string::npos;
-    EXPECT_TRUE(named) << "rank " << rank << ": " << outcome;
-    EXPECT_NE(outcome.find(c10::str("(rank ", rank, " of 3)")), std::string::npos) << outcome;
+    expect_named(death.way, victim, fates, rank);
   }
 }
 
+// It makes at least one step, and a save, which removes what was left behind.
 void expect_new_run_goes_on(const Way& way, const std::string& directory) {
-  for (const auto& fate : run_dying({}, training(way, directory), way)) {
-    EXPECT_EQ(fate.outcome, reference_of(way).outcome);
+  for (const auto& fate : run_dying({}, training(way, directory, kTrainedSteps + 1), way)) {
+    EXPECT_EQ(fate.outcome, reference_of(way).later_outcome);
   }
   EXPECT_EQ(test::names_in(directory).size(), 1 + kDyingRanks);
 }
 
-void die(const Death& death) {
+// False if nobody died: who makes a segment and who opens it is a race, so a rank may reach a point
+// less often than in the reference.
+bool die(const Death& death) {
   SCOPED_TRACE(name_of(death));
   const test::Folder folder;
   const auto directory = folder / "checkpoint";
   const auto fates = run_dying(death.failing, training(death.way, directory), death.way);
   const int status = fates[death.failing.rank].status;
+  if (status == 0 && fates[death.failing.rank].outcome.starts_with("done ")) {
+    expect_done(fates);
+    return false;
+  }
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
   expect_survivors_raise(death, fates);
   EXPECT_EQ(named_segments(), std::vector<std::string>{});
   expect_new_run_goes_on(death.way, directory);
+  return true;
 }
 
 // Each point x way x rank; the first time that it is reached and the last.
@@ -392,15 +436,16 @@ TEST(Death, EveryPointIsReached) {
 
 TEST(Death, AtEachPointTheOthersRaiseAndANewRunGoesOn) {
   const auto deaths = all_deaths();
-  int killed = 0;
+  int killed = 0, spared = 0;
   // SHARDSTEP_DEATHS="stage 2, native: rank 0" chooses those whose name contains that.
   const char* const chosen = std::getenv("SHARDSTEP_DEATHS");
   for (const auto& death : chosen ? deaths : test::sample(deaths, 3)) {
     if (chosen && name_of(death).find(chosen) == std::string::npos) continue;
-    die(death);
-    ++killed;
+    ++(die(death) ? killed : spared);
   }
-  std::printf("killed at %d of %zu points x exchanges x ranks\n", killed, deaths.size());
+  EXPECT_LE(spared, 2 + killed / 20);
+  std::printf("killed at %d of %zu points x exchanges x ranks; %d were not reached\n", killed,
+              deaths.size(), spared);
 }
 
 const std::vector<ExchangeKind> kExchanges{ExchangeKind::kSharedMemory, ExchangeKind::kPairwise,
@@ -418,9 +463,7 @@ void stop_for_longer_than_the_timeout(ExchangeKind exchange) {
     EXPECT_TRUE(fates[rank].outcome.starts_with("error ")) << fates[rank].outcome;
     EXPECT_NE(fates[rank].outcome.find(c10::str("(rank ", rank, " of 3)")), std::string::npos)
         << fates[rank].outcome;
-  }
-  if (exchange != ExchangeKind::kNative) {  // Gloo's collectives do not say for whom they wait
-    EXPECT_NE((fates[0].outcome + fates[2].outcome).find("rank 1"), std::string::npos);
+    if (rank != failing.rank) expect_named(way, failing.rank, fates, rank);
   }
   expect_new_run_goes_on(way, directory);
 }
@@ -434,7 +477,7 @@ void leave_by_an_exception(ExchangeKind exchange) {
       {},
       [&](const ProcessGroupPtr& group) {
         TrainingRun run(way, group, directory);
-        run.train([&](int step) {
+        run.train(kTrainedSteps, [&](int step) {
           if (step == 2 && group->getRank() == 1) throw std::runtime_error("no more data");
         });
         return run.digest();
@@ -444,8 +487,7 @@ void leave_by_an_exception(ExchangeKind exchange) {
   for (int rank : {0, 2}) {
     EXPECT_TRUE(fates[rank].outcome.starts_with("error ")) << fates[rank].outcome;
     EXPECT_LT(fates[rank].ended - fates[1].ended, kPromised);
-    EXPECT_NE(fates[rank].outcome.find(c10::str("(rank ", rank, " of 3)")), std::string::npos)
-        << fates[rank].outcome;
+    expect_named(way, 1, fates, rank);
   }
   expect_new_run_goes_on(way, directory);
 }
