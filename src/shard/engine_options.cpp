@@ -55,8 +55,7 @@ int64_t bucket_cap_bytes(const EngineOptions& options, int world_size, at::Devic
   // On a device, parameters that are not in flat storage are copied into a flat tensor to be sent.
   const bool copied = !device.is_cpu() && options.storage == BucketStorage::kInPlace;
   const bool has_cap = options.stage2 || copied;
-  const double mb =
-      options.bucket_cap_mb.value_or(has_cap ? default_bucket_cap_mb(world_size) : 0);
+  const double mb = options.bucket_cap_mb.value_or(has_cap ? default_bucket_cap_mb(world_size) : 0);
   TORCH_CHECK_VALUE(mb >= 0 && std::isfinite(mb),
                     "shardstep: expected bucket_cap_mb of 0 or more, got ", mb);
   return static_cast<int64_t>(std::ceil(mb * 1024 * 1024));
