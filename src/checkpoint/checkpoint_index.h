@@ -31,7 +31,7 @@ struct ShardContent {
 };
 
 // Dtype, shape and memory order; no parts yet.
-CheckpointTensor describe(const at::Tensor& tensor);
+SHARDSTEP_API CheckpointTensor describe(const at::Tensor& tensor);
 
 // The prefix of the names of an id's shards.
 std::string shard_prefix(const std::string& id);
