@@ -41,7 +41,7 @@ class Checkpoint(_C.Checkpoint):
 
     @functools.cached_property
     def tensors(self) -> dict[str, _C.CheckpointTensor]:
-        """By name: dtype, shape and where the parts are."""
+        """The dtype, the shape and the place of each tensor, by its name."""
         return super().tensors
 
     def names(self) -> list[str]:
@@ -49,9 +49,11 @@ class Checkpoint(_C.Checkpoint):
         return list(self.tensors)
 
     def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor; ValueError if there is none of this name."""
         return torch.Size(self._tensor(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor; ValueError if there is none of this name."""
         return self._tensor(name).dtype
 
     def _tensor(self, name: str) -> _C.CheckpointTensor:

@@ -125,7 +125,7 @@ def shell(command: str, folder: Path) -> str:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
