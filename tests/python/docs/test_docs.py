@@ -6,6 +6,7 @@ blocks are marked.
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from test_train_ddp import BUILD, LAUNCHER_VARIABLES
 
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
 BLOCKS = all_blocks()
+TIME_LIMIT = 300  # seconds per command
 
 
 def in_a_short_run(block: Block) -> bool:
@@ -119,16 +121,23 @@ def shell(command: str, folder: Path) -> str:
     # mpirun in a container.
     variables.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     variables.update(OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_orte_tmpdir_base=str(folder))
-    result = subprocess.run(
+    process = subprocess.Popen(
         ["bash", "-ec", command],
         cwd=folder,
         env=variables,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        start_new_session=True,  # ranks outlive a launcher that is killed
     )
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
+    try:
+        output, errors = process.communicate(timeout=TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun, whose ranks have sessions of their own
+        output, errors = process.communicate(timeout=60)
+        raise AssertionError(f"not done in {TIME_LIMIT} s: {command}\n{output}\n{errors}") from None
+    assert process.returncode == 0, f"{command}\n{output}\n{errors}"
+    return output
 
 
 def same_but_for_numbers(printed: str, expected: str) -> bool:
