@@ -103,7 +103,7 @@ def test_the_api_of_cpp_is_complete():
         if "namespace shardstep::detail" in text:
             continue
         declared |= set(
-            re.findall(r"^(?:class|struct)(?: SHARDSTEP_API)? (\w+)\b[^;]*$", text, re.M)
+            re.findall(r"^(?:class|struct|enum class)(?: SHARDSTEP_API)? (\w+)\b[^;]*$", text, re.M)
         )
         declared |= set(re.findall(r"^SHARDSTEP_API [\w:<>*]+ (\w+)\(", text, re.M))
     assert {"ZeroRedundancyOptimizer", "init_process_group"} <= declared
