@@ -30,6 +30,14 @@ def draw_losses(axes, steps: list[int], losses: list[float]) -> None:
     axes.legend()
 
 
+def label(name: str, memory: dict[str, dict[str, int]]) -> str:
+    """A run measures its own ranks, and is compared with the stages below its own."""
+    if not name.startswith("rank"):
+        return f"{name}\n(computed)"
+    stage = 2 if "stage 1" in memory else 1
+    return f"stage {stage},\n{name}" if "DDP" in memory else name
+
+
 def draw_memory(axes, memory: dict[str, dict[str, int]]) -> None:
     """`memory`: for each bar its name, and the bytes of each of PARTS."""
     names = list(memory)
@@ -38,10 +46,13 @@ def draw_memory(axes, memory: dict[str, dict[str, int]]) -> None:
         sizes = [memory[name][part] / 2**20 for name in names]
         axes.barh(names, sizes, left=left, color=color, label=part, height=0.65)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
+    replicated = sum(memory["DDP"].values()) / 2**20 if "DDP" in memory else 0.0
     for name, total in zip(names, left, strict=True):
-        axes.text(total, name, f" {total:.1f}", va="center")
+        share = f", {total / replicated:.0%} of DDP's" if replicated and name != "DDP" else ""
+        axes.text(total, name, f" {total:.1f}{share}", va="center")
     axes.invert_yaxis()
-    axes.margins(x=0.12)
+    axes.margins(x=0.3)
+    axes.set_yticks(names, [label(name, memory) for name in names])
     axes.set(title="Memory per rank", xlabel="MiB")
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=3, frameon=False)
     for side in ("top", "right"):

@@ -3,8 +3,8 @@ optimizers.py PACKAGE FOLDER.
 
 A kind is plain (the optimizer under DDP), or a stage and a sharding of ours. For each of KINDS,
 saves after half of the steps, and goes on from there in two further runs: from the optimizer's
-state_dict() and from our checkpoint, or DCP's where ours refuses the state. Writes
-FOLDER/<rank>.pt: by kind and optimizer the parameters and losses of the runs, or the refusal.
+state_dict() and from our checkpoint. Writes FOLDER/<rank>.pt: by kind and optimizer the parameters
+and losses of the runs, or the refusal.
 """
 
 import functools
@@ -17,7 +17,6 @@ from pathlib import Path
 import shardstep
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from common import HALF, RATE, STEPS, Loop, make_model
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,15 +46,10 @@ def load_package(package: str):
     return importlib.import_module(f"{package}.optim")
 
 
-# Whose state are tensor subclasses: DCP takes them, our checkpoints refuse them by name.
-SUBCLASSES = ("torchao",)
-
-
 class Run(Loop):
     def __init__(self, cls, kind: str, elementwise: bool) -> None:
         model = forward = make_model()
         self._is_ours = kind != "plain"
-        self._has_subclasses = cls.__module__.startswith(SUBCLASSES)
         options = {"lr": RATE / 10}
         if self._is_ours:
             stage, sharding = kind.split("-")
@@ -69,29 +63,12 @@ class Run(Loop):
     def save(self, file: Path) -> None:
         if self._is_ours:
             self.optimizer.consolidate_state_dict()
-            self._save_checkpoint(f"{file}.checkpoint")
+            more = {"module": self.model, "schedulers": [self.schedule]}
+            self.optimizer.save_checkpoint(f"{file}.checkpoint", **more)
         if dist.get_rank() == 0:
             states = [part.state_dict() for part in (self.model, self.optimizer, self.schedule)]
             torch.save(states, file)
         dist.barrier()
-
-    def _save_checkpoint(self, folder: str) -> None:
-        more = {"module": self.model, "schedulers": [self.schedule]}
-        if not self._has_subclasses:
-            self.optimizer.save_checkpoint(folder, **more)
-            return
-        try:
-            self.optimizer.save_checkpoint(folder + ".refused", **more)
-        except TypeError as error:
-            assert "sharded_state_dict() with torch.distributed.checkpoint, take it" in str(error)
-        else:
-            raise AssertionError("expected a refusal that says what to do")
-        dcp.save(self._sharded(), checkpoint_id=folder)
-
-    def _sharded(self) -> dict:
-        parts = {"model": self.model, "schedule": self.schedule}
-        states = {name: part.state_dict() for name, part in parts.items()}
-        return {**states, "optimizer": self.optimizer.sharded_state_dict()}
 
     def load(self, file: Path) -> None:
         parts = self.model, self.optimizer, self.schedule
@@ -99,18 +76,10 @@ class Run(Loop):
             part.load_state_dict(state)
 
     def load_checkpoint(self, file: Path) -> None:
-        folder = f"{file}.checkpoint"
         if not self._is_ours:
-            self.load(file)
-        elif self._has_subclasses:
-            state = self._sharded()
-            dcp.load(state, checkpoint_id=folder)
-            self.model.load_state_dict(state["model"])
-            self.schedule.load_state_dict(state["schedule"])
-            self.optimizer.load_sharded_state_dict(state["optimizer"])
-        else:
-            more = {"module": self.model, "schedulers": [self.schedule]}
-            self.optimizer.load_checkpoint(folder, **more)
+            return self.load(file)
+        more = {"module": self.model, "schedulers": [self.schedule]}
+        self.optimizer.load_checkpoint(f"{file}.checkpoint", **more)
 
 
 def try_optimizer(cls, kind: str, elementwise: bool, file: Path) -> dict:
