@@ -276,8 +276,17 @@ class CheckpointMethods(ShardedOptimizer):
         for local in self._local:
             taken = self.optim.state.get(local.tensor, {})
             for key, saved in state.get(local.index, {}).items():
-                value = taken.get(key)
-                if not isinstance(saved, torch.Tensor) or not isinstance(value, torch.Tensor):
-                    continue
-                if value.dtype != saved.dtype and value.shape == saved.shape:
-                    taken[key] = saved.to(value.device)
+                if key in taken:
+                    taken[key] = _as_saved(taken[key], saved)
+
+
+def _as_saved(value: Any, saved: Any) -> Any:
+    """What a local optimizer has loaded, with the dtypes that were saved."""
+    if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
+        is_cast = value.dtype != saved.dtype and value.shape == saved.shape
+        return saved.to(value.device) if is_cast else value
+    if type(value) is type(saved) is dict and value.keys() == saved.keys():
+        return {key: _as_saved(value[key], saved[key]) for key in value}
+    if type(value) is type(saved) and type(value) in (list, tuple) and len(value) == len(saved):
+        return type(value)(_as_saved(*pair) for pair in zip(value, saved, strict=True))
+    return value

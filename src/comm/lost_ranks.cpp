@@ -2,13 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include "launch/process_group_backends.h"
+
 namespace shardstep::detail {
 namespace {
 
 // Outside the tags of exchanges.
 constexpr int kProbeTag = 0x7ffffffe;
 
-// Gloo notices at once when a connection is closed, and refuses to send from then on.
 bool is_connected(const ProcessGroupPtr& group, int peer) {
   try {
     std::vector<at::Tensor> byte{at::zeros({1}, at::kByte)};
@@ -19,9 +20,9 @@ bool is_connected(const ProcessGroupPtr& group, int peer) {
   }
 }
 
-bool has_gloo(const ProcessGroupPtr& group) {
+bool can_be_asked(const ProcessGroupPtr& group) {
   try {
-    return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
+    return refuses_to_send_to_lost_ranks(*group->getBackend(c10::DeviceType::CPU));
   } catch (const std::exception&) {
     return false;
   }
@@ -31,7 +32,7 @@ bool has_gloo(const ProcessGroupPtr& group) {
 
 std::string lost_ranks(const ProcessGroupPtr& group) {
   std::string lost;
-  if (!group || !has_gloo(group)) return lost;
+  if (!group || !can_be_asked(group)) return lost;
   for (int rank = 0; rank < group->getSize(); ++rank) {
     if (rank == group->getRank() || is_connected(group, rank)) continue;
     lost += c10::str(lost.empty() ? "; lost the connection to rank " : ", rank ", rank);

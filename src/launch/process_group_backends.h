@@ -13,6 +13,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout);
 
+// Whether the backend starts a message without waiting, and throws if the connection is closed.
+bool refuses_to_send_to_lost_ranks(c10d::Backend& backend);
+
 // Whether this build has NCCL and the machine has a GPU for it.
 bool nccl_is_usable();
 

@@ -17,4 +17,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
 }
 
+bool refuses_to_send_to_lost_ranks(c10d::Backend& backend) {
+  return dynamic_cast<c10d::ProcessGroupGloo*>(&backend) != nullptr;
+}
+
 }  // namespace shardstep::detail
