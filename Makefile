@@ -93,7 +93,7 @@ else
 	  '  make install && .venv/bin/torchrun --standalone --nproc-per-node 2 -- examples/train_gpt.py'
 endif
 
-test: build $(if $(FULL),.venv/types.stamp .venv/docs.stamp)  ## Run the tests; FULL=1: the long ones too; SANITIZE=1: C++ under ASAN and UBSAN; SANITIZE=thread: under TSAN; DEVICE=sim: Python's on a simulated device
+test: build $(if $(FULL),.venv/types.stamp .venv/docs.stamp)  ## Run the tests; FULL=1: the long ones too; SANITIZE=1: C++ under ASAN and UBSAN; SANITIZE=thread: under TSAN; DEVICE=sim: those on ranks, on a simulated device
 	@$(if $(FULL),$(if $(SANITIZE),,$(NINJA) $(BENCHMARKS) $(FULL_ONLY)))
 	@$(if $(TEST_INSTALL),$(MAKE) --no-print-directory $(TEST_INSTALL) PREFIX=)
 	@$(BIN)/python tools/run_tests.py --build $(BUILD) --jobs $(JOBS) $(TEST_FLAGS)

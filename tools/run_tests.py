@@ -3,8 +3,8 @@
 Each C++ binary runs in one process (loading libtorch takes 2 s), long ones in several shards. What
 fails is printed; everything else goes into the JUnit reports in the build folder, and into logs
 beside them, which grow during the run. A short run takes a part of the long matrices, chosen by a
-seed; SHARDSTEP_FULL=1 (`make test FULL=1`) takes all. The Python tests that run on ranks also run
-on a simulated device (tests/sim_device): some of them in a short run, all in a full one, and with
+seed; SHARDSTEP_FULL=1 (`make test FULL=1`) takes all. Tests that run on ranks also run on a
+simulated device (tests/sim_device): some of Python's in a short run, all in a full one, and with
 --device=sim (`make test DEVICE=sim`) they alone.
 """
 
@@ -125,19 +125,27 @@ class Results:
         return "skipped"
 
 
+def binary_jobs(binary: Path, reports: Path, only: str | None, device: str = "cpu") -> list[Job]:
+    """The shards of a binary."""
+    jobs = []
+    shards = SHARDS.get(binary.name, 1)
+    where = "" if device == "cpu" else f" on {device}"
+    for shard in range(shards):
+        name = binary.name if shards == 1 else f"{binary.name}[{shard + 1}/{shards}]"
+        report = reports / f"{binary.name}{where.replace(' ', '-')}-{shard}.xml"
+        command = [str(binary), f"--gtest_output=xml:{report}"]
+        if only:
+            command.append(f"--gtest_filter={only}")
+        index = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)}
+        variables = {**index, "SHARDSTEP_TEST_DEVICE": device}
+        jobs.append(Job(f"{name}{where}", command, report, variables))
+    return jobs
+
+
 def cpp_jobs(build: Path, reports: Path, arguments: argparse.Namespace) -> list[Job]:
     jobs = []
-    only = arguments.gtest_filter
     for binary in (build / "tests").glob(f"{arguments.layer}*_test"):
-        shards = SHARDS.get(binary.name, 1)
-        for shard in range(shards):
-            name = binary.name if shards == 1 else f"{binary.name}[{shard + 1}/{shards}]"
-            report = reports / f"{binary.name}-{shard}.xml"
-            command = [str(binary), f"--gtest_output=xml:{report}"]
-            if only:
-                command.append(f"--gtest_filter={only}")
-            index = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)}
-            jobs.append(Job(name, command, report, index))
+        jobs += binary_jobs(binary, reports, arguments.gtest_filter)
     # A long job that starts last would leave the other processors idle.
     order = [*SHARDS, ""]
     return sorted(jobs, key=lambda job: order.index(next(n for n in order if n in job.name)))
@@ -158,7 +166,22 @@ def python_job(reports: Path, jobs: int) -> Job:
 
 # Tests that run on ranks; the others are the same on every device.
 DEVICE_TESTS = ["zero", "traps"]
+DEVICE_SUITES = {
+    "zero_test": "ZeroStep*:Stage2.*:Stage2Hosts.*:*/Stage2*Test.*:ZeroHooks*:ZeroState.*",
+    "ddp_test": "*",
+    "comm_test": "*ExchangeTest*",
+}
 DEVICE_SAMPLE = 24  # in a short run
+
+
+def device_jobs(build: Path, reports: Path, jobs: int, device: str) -> list[Job]:
+    """All that runs on this device."""
+    cpp = [
+        job
+        for name, only in DEVICE_SUITES.items()
+        for job in binary_jobs(build / "tests" / name, reports, only, device)
+    ]
+    return [device_job(reports, jobs, device, None), *cpp]
 
 
 def device_job(reports: Path, jobs: int, device: str, sample: int | None) -> Job:
@@ -189,7 +212,9 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cpp-only", action="store_true", help="no Python and package tests")
-    parser.add_argument("--device", default="cpu", help="only the Python tests, on this device")
+    parser.add_argument(
+        "--device", default="cpu", help="only tests that run on ranks, on this device"
+    )
     parser.add_argument("--layer", default="", help="run only the C++ tests of this layer of src/")
     parser.add_argument("--gtest-filter", help="run only these C++ tests")
     parser.add_argument("--sanitizer", choices=SANITIZERS, help="what the binaries are built with")
@@ -206,7 +231,8 @@ def main() -> int:
 
     results = Results()
     if arguments.device != "cpu":
-        run_all([device_job(reports, arguments.jobs, arguments.device, None)], 1, results)
+        jobs = device_jobs(build, reports, arguments.jobs, arguments.device)
+        run_all(jobs, arguments.jobs, results)
         return results.conclude(arguments.slowest)
     with_python = not arguments.cpp_only and not arguments.layer
     jobs = cpp_jobs(build, reports, arguments)
@@ -217,7 +243,11 @@ def main() -> int:
         jobs = [
             python_job(reports, arguments.jobs),
             package_job(build, reports),
-            device_job(reports, arguments.jobs, "sim", None if FULL else DEVICE_SAMPLE),
+            *(
+                device_jobs(build, reports, arguments.jobs, "sim")
+                if FULL
+                else [device_job(reports, arguments.jobs, "sim", DEVICE_SAMPLE)]
+            ),
             *jobs,
         ]
     # More jobs than processors, because ranks often wait for each other; pytest has workers of its

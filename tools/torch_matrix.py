@@ -86,6 +86,7 @@ class Environment:
         variables = {
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
+            "CXX": os.environ.get("CXX", "c++"),  # pip's builds would name another
             "SHARDSTEP_PYTHON": str(self.bin / "python"),
             **({} if toolkit else self.hiding["variables"]),
         }

@@ -31,9 +31,9 @@ namespace {
 // Everything that two parts of a model need: a common one, and two that a call may leave out.
 struct BranchesImpl : torch::nn::Module {
   BranchesImpl()
-      : stem(register_module("stem", torch::nn::Linear(6, 4))),
-        left(register_module("left", torch::nn::Linear(4, 2))),
-        right(register_module("right", torch::nn::Linear(4, 2))) {
+      : stem(register_module("stem", Linear(6, 4))),
+        left(register_module("left", Linear(4, 2))),
+        right(register_module("right", Linear(4, 2))) {
     fill(*this, 5);
   }
   at::Tensor forward(const at::Tensor& input, bool use_left, bool use_right) {
@@ -42,7 +42,7 @@ struct BranchesImpl : torch::nn::Module {
     if (use_right) output = output + right(stem(input));
     return output;
   }
-  torch::nn::Linear stem, left, right;
+  Linear stem, left, right;
 };
 TORCH_MODULE(Branches);
 
@@ -96,8 +96,7 @@ TEST(DdpTest, EqualsOneProcessOnTheConcatenatedBatch) {
       loss_of(ddp(input_of(group->getRank(), 0))).backward();
       for (size_t i = 0; i < net->parameters().size(); ++i) {
         // Rows are summed in another order.
-        EXPECT_TRUE(
-            at::allclose(ddp.parameters()[i].grad(), net->parameters()[i].grad(), 1e-5, 1e-6));
+        EXPECT_TRUE(near(ddp.parameters()[i].grad(), net->parameters()[i].grad(), 1e-5, 1e-6));
       }
     });
   }
@@ -107,11 +106,10 @@ TEST(DdpTest, TakesHoldersPointersAndSequential) {
   run_ranks(2, [](const ProcessGroupPtr& group) {
     DistributedDataParallel holder(Net(), Options().process_group(group));
     DistributedDataParallel pointer(std::make_shared<NetImpl>(), Options().process_group(group));
-    DistributedDataParallel sequential(
-        torch::nn::Sequential(torch::nn::Linear(6, 3), torch::nn::ReLU()),
-        Options().process_group(group));
+    DistributedDataParallel sequential(torch::nn::Sequential(Linear(6, 3), torch::nn::ReLU()),
+                                       Options().process_group(group));
     const auto input = input_of(0, 0);
-    EXPECT_TRUE(at::equal(holder(input), pointer.forward(input)));
+    EXPECT_TRUE(same(holder(input), pointer.forward(input)));
     EXPECT_EQ(sequential(input).sizes(), (std::vector<int64_t>{4, 3}));
     EXPECT_EQ(holder.module()->last->weight.size(0), 3);
     EXPECT_EQ(holder.named_parameters()["last.bias"].numel(), 3);
@@ -122,10 +120,13 @@ TEST(DdpTest, TakesHoldersPointersAndSequential) {
 
 struct BuffersImpl : torch::nn::Module {
   explicit BuffersImpl(double value) {
-    scale = register_buffer("scale", torch::full({3}, value));
-    count = register_buffer("count", torch::full({}, static_cast<int64_t>(value), torch::kLong));
-    weight = register_parameter("weight", torch::full({3}, value));
-    frozen = register_parameter("frozen", torch::full({2}, value), /*requires_grad=*/false);
+    const auto full = [&](at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
+      return on_device(torch::full(sizes, value, dtype));
+    };
+    scale = register_buffer("scale", full({3}));
+    count = register_buffer("count", full({}, at::kLong));
+    weight = register_parameter("weight", full({3}));
+    frozen = register_parameter("frozen", full({2}), /*requires_grad=*/false);
   }
   at::Tensor forward(const at::Tensor& input) { return scale * weight * input; }
   at::Tensor scale, count, weight, frozen;
@@ -153,7 +154,7 @@ TEST(DdpTest, BroadcastsBuffersBeforeForward) {
     const int rank = group->getRank();
     for (bool on : {false, true}) {
       DistributedDataParallel ddp(Buffers(1), Options().process_group(group).broadcast_buffers(on));
-      const auto input = torch::ones({3});
+      const auto input = ones({3});
       const auto set = [&] {
         torch::NoGradGuard no_grad;
         ddp.module()->scale.fill_(10 + rank);
@@ -176,7 +177,7 @@ TEST(DdpTest, BroadcastsBuffersBeforeForward) {
 TEST(DdpTest, BroadcastOfBuffersLeavesEarlierGraphsUsable) {
   run_ranks(2, [](const ProcessGroupPtr& group) {
     DistributedDataParallel ddp(Buffers(2), Options().process_group(group));
-    const auto input = torch::ones({3});
+    const auto input = ones({3});
     // What the first forward saved of `scale` must count as unchanged.
     const auto loss = ddp(input).sum() + ddp(input).sum();
     loss.backward();
@@ -209,12 +210,11 @@ TEST(DdpTest, NoSyncAccumulatesAndTheNextBackwardReducesTheSum) {
             for (int step : {0, 1}) loss_of(local(input_of(rank, step))).backward();
             const auto what =
                 c10::str("world ", world, " view ", view, " static ", fixed, " round ", round);
-            EXPECT_TRUE(at::equal(local->last->weight.grad(), ddp.module()->last->weight.grad()))
+            EXPECT_TRUE(same(local->last->weight.grad(), ddp.module()->last->weight.grad()))
                 << what;
             loss_of(ddp(input_of(rank, 2))).backward();
             for (size_t i = 0; i < net->parameters().size(); ++i) {
-              EXPECT_TRUE(
-                  at::allclose(ddp.parameters()[i].grad(), net->parameters()[i].grad(), 1e-5, 1e-6))
+              EXPECT_TRUE(near(ddp.parameters()[i].grad(), net->parameters()[i].grad(), 1e-5, 1e-6))
                   << what << " parameter " << i;
             }
           }
@@ -238,7 +238,7 @@ TEST(DdpTest, NoSyncEndsWithItsScope) {
     loss_of(ddp(input_of(group->getRank(), 0))).backward();
     std::vector<at::Tensor> sum{ddp.module()->last->bias.grad().clone()};
     group->allreduce(sum)->wait();
-    EXPECT_TRUE(at::equal(sum[0], ddp.module()->last->bias.grad() * 2));
+    EXPECT_TRUE(same(sum[0], ddp.module()->last->bias.grad() * 2));
   });
 }
 
@@ -260,8 +260,7 @@ TEST(DdpTest, SeveralBackwardPassesAddUp) {
         const auto other = loss_of(ddp(input_of(group->getRank(), 2)));
         (one + other).backward();
         for (size_t i = 0; i < net->parameters().size(); ++i) {
-          EXPECT_TRUE(
-              at::allclose(ddp.parameters()[i].grad(), net->parameters()[i].grad(), 1e-5, 1e-6));
+          EXPECT_TRUE(near(ddp.parameters()[i].grad(), net->parameters()[i].grad(), 1e-5, 1e-6));
         }
       });
     }
@@ -294,7 +293,7 @@ TEST(DdpTest, FindsUnusedParameters) {
           for (size_t i = 0; i < got.size(); ++i) {
             ASSERT_EQ(got[i].grad().defined(), expected[i].grad().defined()) << i << " " << step;
             if (!expected[i].grad().defined()) continue;
-            EXPECT_TRUE(at::allclose(got[i].grad(), expected[i].grad(), 1e-5, 1e-6));
+            EXPECT_TRUE(near(got[i].grad(), expected[i].grad(), 1e-5, 1e-6));
           }
           EXPECT_EQ(ddp.module()->left->weight.grad().defined(), anyone);
           EXPECT_FALSE(ddp.module()->right->weight.grad().defined());
@@ -326,7 +325,7 @@ TEST(DdpTest, WhatAccumulatedIsReducedThoughTheLastGraphDoesNotHoldIt) {
       ddp(input_of(rank, 1), false, true).sum().backward();
       Branches all;
       for (int r : {0, 1}) (all(input_of(r, 0), true, false).sum() / 2).backward();
-      EXPECT_TRUE(at::allclose(ddp.module()->left->weight.grad(), all->left->weight.grad()));
+      EXPECT_TRUE(near(ddp.module()->left->weight.grad(), all->left->weight.grad()));
     }
   });
 }
@@ -335,14 +334,14 @@ TEST(DdpTest, WhatAccumulatedIsReducedThoughTheLastGraphDoesNotHoldIt) {
 template <class Out>
 struct ReturnsImpl : torch::nn::Module {
   explicit ReturnsImpl(std::function<Out(at::Tensor, at::Tensor)> make_in)
-      : one(register_module("one", torch::nn::Linear(6, 2))),
-        two(register_module("two", torch::nn::Linear(6, 2))),
-        unused(register_module("unused", torch::nn::Linear(6, 2))),
+      : one(register_module("one", Linear(6, 2))),
+        two(register_module("two", Linear(6, 2))),
+        unused(register_module("unused", Linear(6, 2))),
         make(std::move(make_in)) {
     fill(*this, 3);
   }
   Out forward(const at::Tensor& input) { return make(one(input), two(input)); }
-  torch::nn::Linear one, two, unused;
+  Linear one, two, unused;
   std::function<Out(at::Tensor, at::Tensor)> make;
 };
 
@@ -363,7 +362,7 @@ void expect_seen_through(std::function<Out(at::Tensor, at::Tensor)> make,
         auto& module = *ddp.module();
         std::vector<at::Tensor> mean{input_of(group->getRank(), step).sum(0)};
         group->allreduce(mean)->wait();
-        EXPECT_TRUE(at::allclose(module.one->weight.grad()[0], mean[0] / 2, 1e-5, 1e-6));
+        EXPECT_TRUE(near(module.one->weight.grad()[0], mean[0] / 2, 1e-5, 1e-6));
         EXPECT_FALSE(module.two->weight.grad().defined());
         EXPECT_FALSE(module.unused->weight.grad().defined());
       }
@@ -409,9 +408,9 @@ TEST(DdpTest, OutputThatCannotBeSeenThrough) {
     expect_contains(error_of<c10::TypeError>([&] { ddp(input_of(0, 0)); }), "visit_tensors");
     // Where the tensors are not needed, any type works.
     struct AllUsed : torch::nn::Module {
-      AllUsed() : layer(register_module("layer", torch::nn::Linear(6, 2))) {}
+      AllUsed() : layer(register_module("layer", Linear(6, 2))) {}
       Opaque forward(at::Tensor input) { return {layer(input)}; }
-      torch::nn::Linear layer;
+      Linear layer;
     };
     DistributedDataParallel plain(std::make_shared<AllUsed>(), Options().process_group(group));
     plain(input_of(0, 0)).tensor.sum().backward();
@@ -420,11 +419,11 @@ TEST(DdpTest, OutputThatCannotBeSeenThrough) {
 }
 
 struct NoOutputImpl : torch::nn::Module {
-  NoOutputImpl() : layer(register_module("layer", torch::nn::Linear(6, 2))) {}
+  NoOutputImpl() : layer(register_module("layer", Linear(6, 2))) {}
   void forward(const at::Tensor& input, std::unique_ptr<int> moved, at::Tensor& loss) {
     loss = layer(input).sum() * *moved;
   }
-  torch::nn::Linear layer;
+  Linear layer;
 };
 
 TEST(DdpTest, ForwardTakesAnyArgumentsAndMayReturnNothing) {
@@ -446,19 +445,19 @@ TEST(DdpTest, OutputsMayChangeInPlace) {
     output.sum().backward();
     Branches all;
     for (int r : {0, 1}) all(input_of(r, 0), true, false).sum().backward();
-    EXPECT_TRUE(at::allclose(ddp.module()->left->weight.grad(), all->left->weight.grad()));
+    EXPECT_TRUE(near(ddp.module()->left->weight.grad(), all->left->weight.grad()));
   });
 }
 
 // Uses its layer twice.
 struct TwiceImpl : torch::nn::Module {
   TwiceImpl()
-      : layer(register_module("layer", torch::nn::Linear(6, 6))),
-        unused(register_module("unused", torch::nn::Linear(6, 6))) {
+      : layer(register_module("layer", Linear(6, 6))),
+        unused(register_module("unused", Linear(6, 6))) {
     fill(*this, 4);
   }
   at::Tensor forward(const at::Tensor& input) { return layer(torch::tanh(layer(input))); }
-  torch::nn::Linear layer, unused;
+  Linear layer, unused;
 };
 
 TEST(DdpTest, StaticGraphFindsUnusedParametersOnce) {
@@ -474,8 +473,8 @@ TEST(DdpTest, StaticGraphFindsUnusedParametersOnce) {
         loss_of(ddp(input_of(group->getRank(), step))).backward();
         auto all = std::make_shared<TwiceImpl>();
         for (int r : {0, 1}) (loss_of(all->forward(input_of(r, step))) / 2).backward();
-        EXPECT_TRUE(at::allclose(ddp.module()->layer->weight.grad(), all->layer->weight.grad(),
-                                 1e-5, 1e-6));
+        EXPECT_TRUE(
+            near(ddp.module()->layer->weight.grad(), all->layer->weight.grad(), 1e-5, 1e-6));
         EXPECT_FALSE(ddp.module()->unused->weight.grad().defined());
       }
       EXPECT_TRUE(ddp.has_rebuilt_buckets());
@@ -527,13 +526,13 @@ TEST(DdpTest, FirstBucketIsSmallUnlessACapIsGiven) {
     const auto make = [] {
       torch::nn::Sequential model;
       for (int i = 0; i < 5; ++i) {
-        model->push_back(torch::nn::Linear(torch::nn::LinearOptions(512, 512).bias(false)));
+        model->push_back(Linear(512, 512, /*bias=*/false));
       }
       return model;
     };
     const auto sizes = [&](const Options& options) {
       DistributedDataParallel ddp(make(), options);
-      for (int step = 0; step < 2; ++step) ddp(torch::ones({1, 512})).sum().backward();
+      for (int step = 0; step < 2; ++step) ddp(ones({1, 512})).sum().backward();
       std::vector<size_t> counts;
       for (const auto& bucket : ddp.buckets()) counts.push_back(bucket.size());
       return counts;
@@ -580,9 +579,9 @@ TEST(DdpTest, CompressionHooksSendFewerBits) {
           const auto& gradient = ddp.parameters()[i].grad();
           EXPECT_EQ(gradient.scalar_type(), torch::kFloat);
           if (world <= 2) {
-            EXPECT_TRUE(at::equal(gradient, sums[i].to(torch::kFloat)));
+            EXPECT_TRUE(same(gradient, sums[i].to(torch::kFloat)));
           } else {
-            EXPECT_TRUE(at::allclose(gradient, sums[i].to(torch::kFloat), 2e-2, 1e-3));
+            EXPECT_TRUE(near(gradient, sums[i].to(torch::kFloat), 2e-2, 1e-3));
           }
         }
       });
@@ -616,7 +615,7 @@ TEST(DdpTest, HookOfAUser) {
       }
       for (size_t i = 0; i < gradients[0].size(); ++i) {
         EXPECT_TRUE(
-            at::equal(ddp.parameters()[i].grad(), at::maximum(gradients[0][i], gradients[1][i])));
+            same(ddp.parameters()[i].grad(), at::maximum(gradients[0][i], gradients[1][i])));
       }
     }
     EXPECT_EQ(seen, (std::vector<size_t>{0, 1, 2, 3, 4, 5}));
@@ -678,8 +677,8 @@ TEST(DdpTest, ModulesThatCannotBeTrainedAreRefusedOnEveryRank) {
     expect_contains(error(meta, options), "buffer elsewhere on meta");
     // One rank's mistake is everyone's error.
     expect_contains(error(odd ? frozen : Net(), options), "requires a gradient");
-    expect_contains(error(torch::nn::Sequential(torch::nn::Linear(3, odd ? 2 : 1)), options),
-                    "parameter 0.weight");
+    const auto differs = torch::nn::Sequential(Linear(3, odd ? 2 : 1));
+    expect_contains(error(differs, options), "parameter 0.weight");
     expect_contains(error(Net(), Options(options).static_graph(odd)), "static_graph");
     // And the group still works.
     DistributedDataParallel ddp(Net(), options);
@@ -688,12 +687,13 @@ TEST(DdpTest, ModulesThatCannotBeTrainedAreRefusedOnEveryRank) {
 }
 
 TEST(DdpTest, TiedFrozenSparseAndStridedParameters) {
+  SHARDSTEP_NEEDS_CPU("sim has no sparse tensors");
   struct Mixed : torch::nn::Module {
     Mixed()
         : words(register_module(
               "words", torch::nn::Embedding(torch::nn::EmbeddingOptions(5, 4).sparse(true)))),
           image(register_module("image", torch::nn::Conv2d(3, 4, 3))),
-          one(register_module("one", torch::nn::Linear(4, 4))) {
+          one(register_module("one", Linear(4, 4))) {
       fill(*this, 8);
       tied = register_parameter("tied", one->weight);
       one->bias.set_requires_grad(false);
@@ -704,7 +704,7 @@ TEST(DdpTest, TiedFrozenSparseAndStridedParameters) {
     }
     torch::nn::Embedding words;
     torch::nn::Conv2d image;
-    torch::nn::Linear one;
+    Linear one;
     at::Tensor tied;
   };
   const auto index = [](int rank) { return torch::tensor({rank, 4}); };
@@ -723,8 +723,7 @@ TEST(DdpTest, TiedFrozenSparseAndStridedParameters) {
         ASSERT_EQ(got[i].grad().defined(), expected[i].grad().defined());
         if (!got[i].grad().defined()) continue;
         EXPECT_EQ(got[i].grad().is_sparse(), expected[i].grad().is_sparse());
-        EXPECT_TRUE(
-            at::allclose(got[i].grad().to_dense(), expected[i].grad().to_dense(), 1e-4, 1e-6))
+        EXPECT_TRUE(near(got[i].grad().to_dense(), expected[i].grad().to_dense(), 1e-4, 1e-6))
             << ddp.named_parameters().keys()[i];
       }
     }

@@ -20,7 +20,7 @@ std::vector<std::vector<int>> uneven_inputs(int world) {
 // Any number of collective calls of a kind of its own.
 class Counter : public Joinable {
  public:
-  explicit Counter(ProcessGroupPtr group, at::Device device = at::kCPU)
+  explicit Counter(ProcessGroupPtr group, at::Device device = test::device())
       : group_(std::move(group)), device_(device) {}
 
   // Adds up over the ranks that still call it.
@@ -52,7 +52,7 @@ class Counter : public Joinable {
   };
 
   int64_t sum(int64_t value) {
-    std::vector<at::Tensor> tensors{at::full({1}, value, at::kLong)};
+    std::vector<at::Tensor> tensors{on_device(at::full({1}, value, at::kLong))};
     group_->allreduce(tensors)->wait();
     return tensors[0].item<int64_t>();
   }
@@ -167,7 +167,7 @@ TEST(JoinTest, JoinedRankHasTheGradientsOfTheOthers) {
       Net net;
       (loss_of(net(input_of(1, 2))) / 2).backward();
       for (size_t i = 0; i < net->parameters().size(); ++i) {
-        EXPECT_TRUE(at::equal(ddp.parameters()[i].grad(), net->parameters()[i].grad()));
+        EXPECT_TRUE(same(ddp.parameters()[i].grad(), net->parameters()[i].grad()));
       }
     }
   });
@@ -175,15 +175,15 @@ TEST(JoinTest, JoinedRankHasTheGradientsOfTheOthers) {
 
 struct MaybeImpl : torch::nn::Module {
   MaybeImpl()
-      : always(register_module("always", torch::nn::Linear(6, 3))),
-        never(register_module("never", torch::nn::Linear(6, 3))),
-        at_times(register_module("at_times", torch::nn::Linear(6, 3))) {
+      : always(register_module("always", Linear(6, 3))),
+        never(register_module("never", Linear(6, 3))),
+        at_times(register_module("at_times", Linear(6, 3))) {
     fill(*this, 2);
   }
   at::Tensor forward(const at::Tensor& input, bool all) {
     return all ? always(input) + at_times(input) : always(input);
   }
-  torch::nn::Linear always, never, at_times;
+  Linear always, never, at_times;
 };
 TORCH_MODULE(Maybe);
 
@@ -246,8 +246,8 @@ TEST(JoinTest, StaticGraphs) {
 
 struct CountsForwardsImpl : torch::nn::Module {
   CountsForwardsImpl() {
-    seen = register_buffer("seen", torch::zeros({1}));
-    weight = register_parameter("weight", torch::ones({3}));
+    seen = register_buffer("seen", zeros({1}));
+    weight = register_parameter("weight", ones({3}));
   }
   at::Tensor forward(const at::Tensor& input) {
     torch::NoGradGuard no_grad;
@@ -266,7 +266,7 @@ TEST(JoinTest, BuffersComeFromARankThatHasInputs) {
       DistributedDataParallel ddp(CountsForwards(), Options().process_group(group));
       join_uneven({ddp}, {}, [&] {
         for (int step = 0; step < inputs[rank]; ++step) {
-          ddp(torch::ones({3})).sum().backward();
+          ddp(ones({3})).sum().backward();
         }
       });
       EXPECT_EQ(ddp.module()->seen.item<float>(), 6);
@@ -386,7 +386,7 @@ class Averager : public Joinable {
     };
     return std::make_unique<Hook>(*this);
   }
-  at::Device join_device() const override { return at::kCPU; }
+  at::Device join_device() const override { return device(); }
   ProcessGroupPtr join_process_group() const override { return group_; }
 
  private:

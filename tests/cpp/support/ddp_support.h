@@ -21,20 +21,20 @@ inline void fill(torch::nn::Module& module, uint64_t seed) {
 
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(uint64_t seed = 1)
-      : first(register_module("first", torch::nn::Linear(6, 8))),
-        second(register_module("second", torch::nn::Linear(8, 8))),
-        last(register_module("last", torch::nn::Linear(8, 3))) {
+      : first(register_module("first", Linear(6, 8))),
+        second(register_module("second", Linear(8, 8))),
+        last(register_module("last", Linear(8, 3))) {
     fill(*this, seed);
   }
   at::Tensor forward(const at::Tensor& input) {
     return last(torch::tanh(second(torch::tanh(first(input)))));
   }
-  torch::nn::Linear first, second, last;
+  Linear first, second, last;
 };
 TORCH_MODULE(Net);
 
 inline at::Tensor input_of(int rank, int step, int64_t rows = 4) {
-  return torch::randn({rows, 6}, generator(1000 + 10 * step + rank));
+  return randn({rows, 6}, generator(1000 + 10 * step + rank));
 }
 
 inline at::Tensor loss_of(const at::Tensor& output) { return output.square().mean(); }
@@ -87,9 +87,9 @@ inline void expect_parity(const std::vector<at::Tensor>& got,
   if (world <= 2) return expect_equal(got, expected, what);
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_TRUE(at::allclose(got[i], expected[i], tolerance, tolerance))
+    EXPECT_TRUE(near(got[i], expected[i], tolerance, tolerance))
         << what << " parameter " << i << " differs by "
-        << (got[i] - expected[i]).abs().max().item<double>();
+        << (got[i].cpu() - expected[i].cpu()).abs().max().item<double>();
   }
 }
 

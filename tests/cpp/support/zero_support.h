@@ -12,6 +12,20 @@
 
 namespace shardstep::test {
 
+// As torch's, but made on the device: torch does not move a module's parameters to one that it does
+// not know.
+struct LinearImpl : torch::nn::Module {
+  LinearImpl(int64_t in, int64_t out, bool with_bias = true)
+      : weight(register_parameter("weight", on_device(torch::randn({out, in}) / 4))) {
+    if (with_bias) bias = register_parameter("bias", on_device(torch::randn({out}) / 4));
+  }
+  at::Tensor forward(const at::Tensor& input) {
+    return bias.defined() ? torch::linear(input, weight, bias) : torch::linear(input, weight);
+  }
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(Linear);
+
 // Shapes that are even, odd, empty, 0-d, and in another memory order.
 inline std::vector<at::Tensor> make_params(uint64_t seed = 1) {
   const auto random = generator(seed);
@@ -63,9 +77,9 @@ inline void expect_equal(const std::vector<at::Tensor>& got,
                          const std::vector<at::Tensor>& expected, const std::string& what = "") {
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_TRUE(at::equal(got[i], expected[i]))
+    EXPECT_TRUE(same(got[i], expected[i]))
         << what << " parameter " << i << " differs by "
-        << (got[i] - expected[i]).abs().max().item<double>();
+        << (got[i].cpu() - expected[i].cpu()).abs().max().item<double>();
   }
 }
 
@@ -101,7 +115,7 @@ inline void expect_equal(const StateDict& got, const StateDict& expected) {
       EXPECT_EQ(a.sizes(), b.sizes()) << index << " " << item.key();
       EXPECT_EQ(a.strides(), b.strides()) << index << " " << item.key();
       EXPECT_EQ(a.scalar_type(), b.scalar_type()) << index << " " << item.key();
-      EXPECT_TRUE(at::equal(a, b)) << index << " " << item.key();
+      EXPECT_TRUE(same(a, b)) << index << " " << item.key();
     }
   }
 }

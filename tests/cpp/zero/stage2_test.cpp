@@ -18,8 +18,11 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
+// Those that sum in rank order.
+const auto kExchanges = test::exchanges({ExchangeKind::kPairwise, ExchangeKind::kSharedMemory});
+
 struct Way {
-  ExchangeKind exchange = ExchangeKind::kPairwise;
+  ExchangeKind exchange = test::exchanges({ExchangeKind::kPairwise}).front();
   Sharding sharding = Sharding::kElement;
   double bucket_cap_mb = 0;
   bool flat = false;
@@ -51,8 +54,8 @@ std::string name_of(const Way& way) {
 
 std::vector<Way> all_ways() {
   std::vector<Way> ways;
-  for (auto exchange :
-       {ExchangeKind::kPairwise, ExchangeKind::kSharedMemory, ExchangeKind::kNative}) {
+  for (auto exchange : test::exchanges(
+           {ExchangeKind::kPairwise, ExchangeKind::kSharedMemory, ExchangeKind::kNative})) {
     for (auto sharding : {Sharding::kElement, Sharding::kParameter}) {
       for (double cap : {0.0, 1e-6, 3e-4}) {
         for (bool flat : {false, true}) ways.push_back({exchange, sharding, cap, flat});
@@ -60,6 +63,11 @@ std::vector<Way> all_ways() {
     }
   }
   return ways;
+}
+
+// Gloo's own collectives; simccl's sum in rank order.
+bool sums_in_any_order(const Way& way) {
+  return way.exchange == ExchangeKind::kNative && !test::on_sim_device();
 }
 
 // Two ranks take every way; more of them, who are slower, a third in a short run.
@@ -78,9 +86,9 @@ bool uses(int rank, int pass, size_t param) {
 // Element-wise, so that a gradient has the same bits wherever it is computed.
 at::Tensor loss_of(const Tensors& params, int rank, int pass) {
   const auto random = test::generator(1 + 100 * pass + rank);
-  auto loss = torch::zeros({});
+  auto loss = test::zeros({});
   for (size_t i = 0; i < params.size(); ++i) {
-    const auto factor = torch::randn(params[i].sizes(), random);
+    const auto factor = test::randn(params[i].sizes(), random);
     if (uses(rank, pass, i)) loss = loss + (params[i] * factor).square().sum();
   }
   return loss;
@@ -192,7 +200,7 @@ void expect_equals_reference(int world_size, const Way& way) {
 
 TEST_P(Stage2Test, EqualsTheSumInRankOrderAndThePlainOptimizer) {
   for (const auto& way : ways_for(GetParam())) {
-    if (way.exchange == ExchangeKind::kNative && GetParam() > 2) continue;  // sums in any order
+    if (GetParam() > 2 && sums_in_any_order(way)) continue;
     expect_equals_reference(GetParam(), way);
   }
 }
@@ -230,12 +238,14 @@ std::vector<HostCase> all_host_cases() {
 }
 
 TEST(Stage2Hosts, EqualsTheSumPerHostAndThenOverHosts) {
+  SHARDSTEP_NEEDS_CPU("ranks of a host share memory");
   for (const auto& [world_size, way] : test::sample(all_host_cases(), 16)) {
     expect_equals_reference(world_size, way);
   }
 }
 
 TEST(Stage2Hosts, FitTheExchangeToTheHosts) {
+  SHARDSTEP_NEEDS_CPU("ranks of a host share memory");
   const auto expect_exchange = [](const std::string& names, const std::string& exchange,
                                   bool share_parameters = false) {
     const test::Hosts hosts(names);
@@ -254,6 +264,7 @@ TEST(Stage2Hosts, FitTheExchangeToTheHosts) {
 }
 
 TEST(Stage2Hosts, HaveOneCopyOfSharedParametersEach) {
+  SHARDSTEP_NEEDS_CPU("ranks of a host share memory");
   const test::Hosts hosts("a,b,b,a");
   test::run_ranks(4, [&](const ProcessGroupPtr& group) {
     const auto params = test::make_params(7);
@@ -270,6 +281,7 @@ TEST(Stage2Hosts, HaveOneCopyOfSharedParametersEach) {
 
 // Ranks that are late, each in its own places.
 TEST(Stage2Hosts, DelaysChangeNothing) {
+  SHARDSTEP_NEEDS_CPU("ranks of a host share memory");
   const Way way{.exchange = ExchangeKind::kHierarchical,
                 .bucket_cap_mb = 3e-4,
                 .overlap_forward = true,
@@ -310,6 +322,7 @@ TEST(Stage2Hosts, DelaysChangeNothing) {
 }
 
 TEST_P(Stage2Test, SharedParametersEqualTheReference) {
+  SHARDSTEP_NEEDS_CPU("ranks of a host share memory");
   for (auto sharding : {Sharding::kElement, Sharding::kParameter}) {
     for (double cap : {0.0, 3e-4}) {
       expect_equals_reference(GetParam(), {.exchange = ExchangeKind::kSharedMemory,
@@ -322,7 +335,7 @@ TEST_P(Stage2Test, SharedParametersEqualTheReference) {
 
 TEST_P(Stage2Test, ParametersThatTravelInTheNextForwardEqualTheReference) {
   for (auto way : ways_for(GetParam())) {
-    if (way.flat || (way.exchange == ExchangeKind::kNative && GetParam() > 2)) continue;
+    if (way.flat || (GetParam() > 2 && sums_in_any_order(way))) continue;
     way.overlap_forward = true;
     expect_equals_reference(GetParam(), way);
   }
@@ -342,7 +355,7 @@ TEST_P(Stage2Test, RoundedGradientsAreAddedUpInFullWidth) {
 TEST_P(Stage2Test, BackwardPassesAddUp) {
   const int world_size = GetParam();
   for (const auto& way : ways_for(world_size)) {
-    if (way.exchange == ExchangeKind::kNative || way.flat) continue;
+    if (way.flat || sums_in_any_order(way)) continue;
     SCOPED_TRACE(name_of(way));
     test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
       const int rank = group->getRank();
@@ -379,7 +392,7 @@ TEST_P(Stage2Test, BackwardPassesAddUp) {
 TEST_P(Stage2Test, ClipsByTheNormOfAllGradients) {
   const int world_size = GetParam();
   for (double norm_type : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
-    for (auto exchange : {ExchangeKind::kPairwise, ExchangeKind::kSharedMemory}) {
+    for (auto exchange : kExchanges) {
       test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
         const auto params = test::make_params(7);
         const auto plain_params = test::make_params(7);
@@ -660,16 +673,15 @@ TEST_P(Stage2ExchangeTest, RandomDelaysChangeNothing) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Exchanges, Stage2ExchangeTest,
-                         testing::Values(ExchangeKind::kPairwise, ExchangeKind::kSharedMemory));
+INSTANTIATE_TEST_SUITE_P(Exchanges, Stage2ExchangeTest, testing::ValuesIn(kExchanges));
 
 TEST(Stage2, MixedDtypesAndSeveralGroups) {
-  for (auto exchange : {ExchangeKind::kPairwise, ExchangeKind::kSharedMemory}) {
+  for (auto exchange : kExchanges) {
     test::run_ranks(3, [&](const ProcessGroupPtr& group) {
       const auto make = [] {
         Tensors params;
         for (auto dtype : {at::kFloat, at::kDouble, at::kFloat}) {
-          params.push_back(torch::randn({13, 7}, test::generator(3)).to(dtype).requires_grad_());
+          params.push_back(test::randn({13, 7}, test::generator(3)).to(dtype).requires_grad_());
         }
         return params;
       };
@@ -713,15 +725,18 @@ RandomCase random_case(int seed) {
   std::mt19937 random(seed);
   const auto up_to = [&](int limit) { return static_cast<int>(random() % (limit + 1)); };
   RandomCase c{.world_size = 1 + up_to(3)};
-  c.way.exchange = std::vector{ExchangeKind::kPairwise, ExchangeKind::kSharedMemory,
-                               ExchangeKind::kHierarchical}[up_to(2)];
+  const auto exchanges = test::exchanges(
+      {ExchangeKind::kPairwise, ExchangeKind::kSharedMemory, ExchangeKind::kHierarchical});
+  c.way.exchange = exchanges[up_to(static_cast<int>(exchanges.size()) - 1)];
   for (int rank = 0; c.way.exchange == ExchangeKind::kHierarchical && rank < c.world_size; ++rank) {
     c.way.hosts += c10::str(rank == 0 ? "" : ",", up_to(2));
   }
   c.way.sharding = up_to(2) ? Sharding::kElement : Sharding::kParameter;
   c.way.bucket_cap_mb = std::vector<double>{0, 1e-6, 1e-4, 1e-3}[up_to(3)];
   c.way.flat = up_to(1);
-  c.way.share_parameters = c.way.exchange != ExchangeKind::kPairwise && up_to(1);
+  const bool shares_memory = c.way.exchange == ExchangeKind::kSharedMemory ||
+                             c.way.exchange == ExchangeKind::kHierarchical;
+  c.way.share_parameters = shares_memory && up_to(1);
   c.way.overlap_forward = up_to(1);
   if (up_to(3) == 0)
     c.way.gradient_dtype = std::vector{at::kBFloat16, at::kHalf, at::kChar}[up_to(2)];
@@ -757,7 +772,7 @@ TEST(Stage2, RandomModelsEqualTheReference) {
         const auto random = test::generator(seed);
         Tensors params;
         for (size_t i = 0; i < c.shapes.size(); ++i) {
-          params.push_back(torch::randn(c.shapes[i], random).to(c.dtypes[i]).requires_grad_());
+          params.push_back(test::randn(c.shapes[i], random).to(c.dtypes[i]).requires_grad_());
         }
         return params;
       };
@@ -773,9 +788,9 @@ TEST(Stage2, RandomModelsEqualTheReference) {
       };
       const auto backward = [&](const Tensors& params, int rank, int pass) {
         const auto random = test::generator(1000 * seed + 10 * pass + rank);
-        at::Tensor loss = torch::zeros({}, at::kDouble);
+        at::Tensor loss = test::zeros({}, at::kDouble);
         for (size_t i = 0; i < params.size(); ++i) {
-          const auto factor = torch::randn(params[i].sizes(), random).to(params[i].scalar_type());
+          const auto factor = test::randn(params[i].sizes(), random).to(params[i].scalar_type());
           if (c.used[pass * c.world_size + rank][i]) {
             loss = loss + (params[i] * factor).square().sum().to(at::kDouble);
           }
@@ -823,6 +838,7 @@ TEST(Stage2, RandomModelsEqualTheReference) {
 }
 
 TEST(Stage2, RanksHaveOneCopyOfSharedParameters) {
+  SHARDSTEP_NEEDS_CPU("ranks of a host share memory");
   test::run_ranks(2, [&](const ProcessGroupPtr& group) {
     const auto params = test::make_params(7);
     ZeroRedundancyOptimizer zero(
@@ -836,6 +852,7 @@ TEST(Stage2, RanksHaveOneCopyOfSharedParameters) {
 }
 
 TEST(Stage2, ChoosesSharedMemoryOnOneHost) {
+  SHARDSTEP_NEEDS_CPU("ranks of a host share memory");
   test::run_ranks(2, [&](const ProcessGroupPtr& group) {
     ZeroRedundancyOptimizer zero(test::make_params(7), torch::optim::SGDOptions(1e-1),
                                  ZeroOptions().stage(2).process_group(group));
@@ -847,13 +864,13 @@ TEST(Stage2, IsRefusedUnderDdp) {
   test::run_ranks(2, [&](const ProcessGroupPtr& group) {
     const auto options = ZeroOptions().stage(2).process_group(group);
     const torch::optim::SGDOptions sgd(1e-1);
-    torch::nn::Linear first(4, 4), last(4, 4);
+    test::Linear first(4, 4), last(4, 4);
     const DistributedDataParallel wrapped(first,
                                           DistributedDataParallelOptions().process_group(group));
     EXPECT_THROW(ZeroRedundancyOptimizer(first->parameters(), sgd, options), c10::ValueError);
     ZeroRedundancyOptimizer zero(last->parameters(), sgd, options);
     DistributedDataParallel later(last, DistributedDataParallelOptions().process_group(group));
-    EXPECT_THROW(later.forward(torch::ones({4})).sum().backward(), c10::Error);
+    EXPECT_THROW(later.forward(test::ones({4})).sum().backward(), c10::Error);
   });
 }
 

@@ -56,8 +56,8 @@ TEST(ZeroState, EqualsThePlainOptimizersKeyForKey) {
 TEST(ZeroState, NeedsNoConsolidatingAsLongAsThereIsNone) {
   run_ranks(3, [](const ProcessGroupPtr& group) {
     for (auto sharding : {Sharding::kParameter, Sharding::kElement}) {
-      std::vector<at::Tensor> params{at::ones({9}).set_requires_grad(true),
-                                     at::ones({7}).set_requires_grad(true)};
+      std::vector<at::Tensor> params{test::ones({9}).set_requires_grad(true),
+                                     test::ones({7}).set_requires_grad(true)};
       const auto local = local_optimizer(AdamWOptions(0.01));
       ZeroRedundancyOptimizer zero(params, local, options(group, sharding));
       const auto plain = local.make(one_group(params));
@@ -106,7 +106,7 @@ TEST(ZeroState, ConsolidatedTensorsAreCopies) {
     const auto dict = zero.consolidate_state_dict(0);
     const auto before = dict ? dict->state.at(0)["exp_avg"].toTensor().clone() : at::Tensor();
     train(params, zero, 1, 3);
-    if (dict) EXPECT_TRUE(at::equal(dict->state.at(0)["exp_avg"].toTensor(), before));
+    if (dict) EXPECT_TRUE(test::same(dict->state.at(0)["exp_avg"].toTensor(), before));
   });
 }
 
@@ -180,7 +180,7 @@ TEST(ZeroState, TakesAPlainOptimizersDictAndLeavesItAlone) {
       train(params, zero, 3, 5);
     }
   });
-  EXPECT_TRUE(at::equal(first, before));
+  EXPECT_TRUE(test::same(first, before));
   EXPECT_TRUE(dict.state.at(0)["exp_avg"].toTensor().is_same(first));
 }
 
@@ -224,7 +224,7 @@ TEST(ZeroState, WhatDoesNotFitIsNamedAndChangesNothing) {
       refuse(bad, "expected 8 parameters in group 0, got 7");
       bad = copy();
       bad.param_groups[0].options["lr"] = 3.0;
-      bad.state.at(0)["exp_avg"] = torch::zeros({3, 3});
+      bad.state.at(0)["exp_avg"] = test::zeros({3, 3});
       refuse(bad, "expected exp_avg of parameter 0 with shape [20, 5], got [3, 3]");
       bad = copy();
       bad.state.emplace(99, bad.state.at(0));
@@ -288,7 +288,7 @@ TEST(ZeroState, TorchSaveAndLoadSpeakThePlainOptimizersFormat) {
       zero.save(archive);
       archive.save_to(path);
     }
-    group->barrier()->wait();
+    group->barrier({.device = test::device()})->wait();
     ZeroRedundancyOptimizer resumed(params, local, options(group, Sharding::kParameter));
     torch::serialize::InputArchive archive;
     archive.load_from(path);

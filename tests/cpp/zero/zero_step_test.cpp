@@ -25,19 +25,21 @@ struct StepWay {
   double cap_mb = 0;
 };
 
-const std::vector<StepWay> kWays{
-    {Sharding::kParameter, false, ExchangeKind::kPairwise},
-    {Sharding::kParameter, true, ExchangeKind::kPairwise},
-    {Sharding::kElement, false, ExchangeKind::kPairwise},
-    {Sharding::kElement, true, ExchangeKind::kPairwise},
-    {Sharding::kParameter, false, ExchangeKind::kNative},
-    {Sharding::kParameter, true, ExchangeKind::kNative},
-    {Sharding::kElement, false, ExchangeKind::kNative},
-    {Sharding::kElement, true, ExchangeKind::kNative},
-    {Sharding::kElement, false, ExchangeKind::kSharedMemory},
-    {Sharding::kElement, true, ExchangeKind::kAuto, 1e-6},
-    {Sharding::kParameter, true, ExchangeKind::kAuto, 2e-4},
-};
+std::vector<StepWay> step_ways() {
+  std::vector<StepWay> ways;
+  for (auto exchange : test::exchanges({ExchangeKind::kPairwise, ExchangeKind::kNative})) {
+    for (auto sharding : {Sharding::kParameter, Sharding::kElement}) {
+      for (bool view : {false, true}) ways.push_back({sharding, view, exchange});
+    }
+  }
+  const auto shared = test::exchanges({ExchangeKind::kSharedMemory}).front();
+  ways.push_back({Sharding::kElement, false, shared});
+  ways.push_back({Sharding::kElement, true, ExchangeKind::kAuto, 1e-6});
+  ways.push_back({Sharding::kParameter, true, ExchangeKind::kAuto, 2e-4});
+  return ways;
+}
+
+const auto kWays = step_ways();
 
 ZeroOptions options(const StepWay& way, const ProcessGroupPtr& group) {
   return ZeroOptions()
@@ -87,8 +89,8 @@ TEST_P(ZeroStepWorld, StateIsDivided) {
   run_ranks(GetParam(), [](const ProcessGroupPtr& group) {
     // Sharding by element is even whatever the model, also where one parameter is most of it.
     const auto random = test::generator(3);
-    std::vector<at::Tensor> params{torch::randn({1000, 90}, random).requires_grad_(),
-                                   torch::randn({13}, random).requires_grad_()};
+    std::vector<at::Tensor> params{test::randn({1000, 90}, random).requires_grad_(),
+                                   test::randn({13}, random).requires_grad_()};
     ZeroRedundancyOptimizer zero(params, AdamWOptions(0.01),
                                  ZeroOptions().process_group(group).sharding(Sharding::kElement));
     for (auto& param : params) param.mutable_grad() = torch::ones_like(param);
@@ -99,8 +101,9 @@ TEST_P(ZeroStepWorld, StateIsDivided) {
 }
 
 TEST(ZeroStep, MovesEveryShardOnceToEveryOther) {
+  SHARDSTEP_NEEDS_CPU("the pairwise exchange counts bytes");
   run_ranks(4, [](const ProcessGroupPtr& group) {
-    std::vector<at::Tensor> params{torch::zeros({640}).requires_grad_()};
+    std::vector<at::Tensor> params{test::zeros({640}).requires_grad_()};
     for (bool view : {false, true}) {
       ZeroRedundancyOptimizer zero(params, AdamWOptions(0.01),
                                    ZeroOptions()
@@ -108,7 +111,7 @@ TEST(ZeroStep, MovesEveryShardOnceToEveryOther) {
                                        .sharding(Sharding::kElement)
                                        .exchange(ExchangeKind::kPairwise)
                                        .parameters_as_bucket_view(view));
-      params[0].mutable_grad() = torch::ones({640});
+      params[0].mutable_grad() = test::ones({640});
       zero.step();
       const int64_t compared = 8, outcome = 256;  // for all parameters
       EXPECT_EQ(zero.engine().traffic().bytes_sent, 3 * (640 + compared + outcome));
@@ -190,7 +193,7 @@ TEST(ZeroStep, ClosureIsEvaluatedAndItsLossReturned) {
         return [&] {
           EXPECT_TRUE(at::GradMode::is_enabled());
           optimizer.zero_grad();
-          auto loss = torch::zeros({});
+          auto loss = test::zeros({});
           for (auto& param : all) loss = loss + (param * param).sum();
           loss.backward();
           return loss;
@@ -302,8 +305,9 @@ TEST(ZeroStep, FreezingWarnsAndDoesNotTravel) {
     ASSERT_EQ(recorder.messages.size(), 1u);
     EXPECT_NE(recorder.messages[0].find("requires_grad"), std::string::npos);
   });
+  SHARDSTEP_NEEDS_CPU("the pairwise exchange counts bytes");
   run_ranks(2, [](const ProcessGroupPtr& group) {
-    std::vector<at::Tensor> params{torch::zeros({100}), torch::zeros({32}).requires_grad_()};
+    std::vector<at::Tensor> params{test::zeros({100}), test::zeros({32}).requires_grad_()};
     for (bool view : {false, true}) {
       ZeroRedundancyOptimizer zero(params, AdamWOptions(0.01),
                                    ZeroOptions()
@@ -311,7 +315,7 @@ TEST(ZeroStep, FreezingWarnsAndDoesNotTravel) {
                                        .sharding(Sharding::kElement)
                                        .exchange(ExchangeKind::kPairwise)
                                        .parameters_as_bucket_view(view));
-      params[1].mutable_grad() = torch::ones({32});
+      params[1].mutable_grad() = test::ones({32});
       zero.step();
       EXPECT_EQ(zero.engine().traffic().bytes_sent,
                 64 + 8 + 256);  // a number to compare, and the outcome
@@ -389,6 +393,7 @@ TEST(ZeroStep, MixedDtypesShardByElement) {
 }
 
 TEST(ZeroStep, SubGroupsAreIndependent) {
+  SHARDSTEP_NEEDS_CPU("new_group knows gloo and nccl");
   run_ranks(4, [](const ProcessGroupPtr& world) {
     // Ranks that are neither contiguous nor from 0 on, in an order of their own.
     const auto group = new_group({3, 1}, ProcessGroupOptions().backend("gloo"), world);
