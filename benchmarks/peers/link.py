@@ -77,14 +77,15 @@ class Host:
         line = next(line for line in done.stdout.splitlines() if INTERFACE in line)
         return int(line.split(":")[1].split()[8])
 
-    def _shape(self, rate: str, burst: str) -> None:
-        shape = ["tbf", "rate", rate, "burst", burst, "latency", "20ms"]
+    def _shape(self, rate: str, burst: str, latency: str = "20ms") -> None:
+        shape = ["tbf", "rate", rate, "burst", burst, "latency", latency]
         for namespace, device in self._ends:
             inside = ["ip", "netns", "exec", namespace]
             run([*inside, "tc", "qdisc", "replace", "dev", device, "root", *shape])
 
     def slow_link(self, mbit: float) -> None:
-        self._shape(f"{int(mbit * 1000)}kbit", "64kb")
+        # A queue that loses no packets: the link is slow, not bad.
+        self._shape(f"{int(mbit * 1000)}kbit", "128kb", "5s")
 
     def cut_link(self) -> None:
         ip("-n", self._name, "link", "set", INTERFACE, "down")

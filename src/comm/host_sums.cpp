@@ -219,8 +219,10 @@ void HostSums::finish(const HostSum& sum) {
       [&] { return is_done(sum); },
       [&] { return sum.on_host_->done() ? -1 : on_host_.missing_rank(*sum.on_host_); },
       [&] {
-        return sum.on_host_->done() ? std::string("the gradients of other hosts")
-                                    : std::string("the gradients");
+        if (!sum.on_host_->done()) return std::string("the gradients");
+        const int rank = sum.arriving_ ? sum.arriving_->awaited_rank() : -1;
+        return rank < 0 ? std::string("the gradients of other hosts")
+                        : c10::str("the gradients of the host of rank ", rank);
       });
   if (sum.total_->error) std::rethrow_exception(sum.total_->error);
 }

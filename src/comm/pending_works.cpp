@@ -57,35 +57,37 @@ at::Tensor room_for(const std::vector<at::Tensor>& tensors) {
   return at::empty({bytes_of(tensors)}, tensors.front().options().dtype(at::kByte));
 }
 
-// Calls copy(tensor, its bytes in `packed`).
+// Calls copy(tensor, offset of its bytes where they are side by side).
 template <class Copy>
-void for_each_packed(const std::vector<at::Tensor>& tensors, const at::Tensor& packed, Copy copy) {
+void for_each_packed(const std::vector<at::Tensor>& tensors, Copy copy) {
   int64_t offset = 0;
   for (const auto& tensor : tensors) {
-    const auto bytes = static_cast<int64_t>(tensor.nbytes());
-    copy(tensor, packed.narrow(0, offset, bytes));
-    offset += bytes;
+    copy(tensor, offset);
+    offset += static_cast<int64_t>(tensor.nbytes());
   }
 }
 
+// A view of a tensor would take longer than copying a small one.
 at::Tensor pack(const std::vector<at::Tensor>& tensors) {
   auto packed = room_for(tensors);
-  for_each_packed(tensors, packed, [](const at::Tensor& tensor, const at::Tensor& bytes) {
-    if (bytes.is_cpu()) {
-      std::memcpy(bytes.mutable_data_ptr(), tensor.const_data_ptr(), bytes.nbytes());
+  auto* const memory = static_cast<std::byte*>(packed.mutable_data_ptr());
+  for_each_packed(tensors, [&](const at::Tensor& tensor, int64_t offset) {
+    if (packed.is_cpu()) {
+      std::memcpy(memory + offset, tensor.const_data_ptr(), tensor.nbytes());
     } else {
-      bytes.copy_(tensor.view(at::kByte));
+      packed.narrow(0, offset, static_cast<int64_t>(tensor.nbytes())).copy_(tensor.view(at::kByte));
     }
   });
   return packed;
 }
 
 void unpack(const std::vector<at::Tensor>& tensors, const at::Tensor& packed) {
-  for_each_packed(tensors, packed, [](const at::Tensor& tensor, const at::Tensor& bytes) {
-    if (bytes.is_cpu()) {
-      std::memcpy(tensor.mutable_data_ptr(), bytes.const_data_ptr(), bytes.nbytes());
+  const auto* const memory = static_cast<const std::byte*>(packed.const_data_ptr());
+  for_each_packed(tensors, [&](const at::Tensor& tensor, int64_t offset) {
+    if (packed.is_cpu()) {
+      std::memcpy(tensor.mutable_data_ptr(), memory + offset, tensor.nbytes());
     } else {
-      tensor.view(at::kByte).copy_(bytes);
+      tensor.view(at::kByte).copy_(packed.narrow(0, offset, static_cast<int64_t>(tensor.nbytes())));
     }
   });
 }
@@ -123,6 +125,7 @@ auto with_context(const char* verb, int peer, const std::string& who, const Grou
 void PendingWorks::wait() {
   SHARDSTEP_FAILURE_POINT("messages: waits");
   for (auto& [work, verb, peer, arrived] : works_) {
+    awaited_rank_ = peer;
     const auto group = [this] { return group_.lock(); };
     with_context(verb, peer, who(rank_, world_size_), group, [this, &work = work] {
       if (!aborted_) work->wait();
@@ -135,6 +138,7 @@ void PendingWorks::wait() {
     const std::lock_guard lock(mutex_);
     works_.clear();
   }
+  awaited_rank_ = -1;
   record_current_streams(kept_);
   for (const auto& finish : finish_) finish();
 }

@@ -34,6 +34,8 @@ class PendingWorks : public Pending {
   void then(std::function<void()> finish) { finish_.push_back(std::move(finish)); }
 
   void wait() override;
+  // The rank for whose message wait(), in another thread, waits; -1 outside of it.
+  int awaited_rank() const { return awaited_rank_; }
   // Makes wait(), in another thread, throw. What has not arrived will not.
   void abort();
 
@@ -50,6 +52,7 @@ class PendingWorks : public Pending {
   std::mutex mutex_;  // held while works are aborted, and while they are released
   std::vector<Item> works_;
   std::atomic<bool> aborted_{false};
+  std::atomic<int> awaited_rank_{-1};
   std::vector<at::Tensor> kept_;
   std::vector<std::function<void()>> finish_;
 };

@@ -396,8 +396,13 @@ void GradientReducer::post(Bucket& bucket) {
     for (const auto& slice : reduced.slices) {
       const auto& elements = slice.elements;
       if (elements.empty()) continue;
-      parts[slice.rank].push_back(flat.defined() ? flat.narrow(0, elements.begin, elements.size())
-                                                 : at::zeros({elements.size()}, bucket.gradient));
+      auto& part = parts[slice.rank].emplace_back();
+      if (!flat.defined()) {
+        part = at::zeros({elements.size()}, bucket.gradient);
+      } else {
+        const bool is_whole = elements.size() == flat.numel();
+        part = is_whole ? flat : flat.narrow(0, elements.begin, elements.size());
+      }
     }
     if (param.trainable || gradient.defined()) gradient = param.stand_in;
     param.set_aside = false;

@@ -183,6 +183,7 @@ def equals_sums_of_blocks(exchange, options):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("exchange", [*EXCHANGES, "native", "hierarchical"])
 @pytest.mark.parametrize("options", [{}, {"master_dtype": torch.float32}])
 def test_8_bits_equal_the_sums_of_what_arrives(exchange, options):
@@ -213,6 +214,7 @@ def is_off_by_half_a_scale(exchange, sharding):
         assert error <= largest / dist.get_world_size() + 1e-5, i
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("exchange", [*EXCHANGES, "native"])
 @pytest.mark.parametrize("sharding", ["parameter", "element"])
 def test_8_bits_are_off_by_half_a_scale(exchange, sharding):

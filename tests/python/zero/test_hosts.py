@@ -379,5 +379,5 @@ def test_a_link_too_slow_for_the_timeout_is_an_error_on_all_ranks(tmp_path):
     """At 0.1 Mbit/s a step takes 29 s."""
     for rank, output in enumerate(train_over_a_slow_link(tmp_path, 0.1, timeout=5)):
         assert float(output.split("after ")[1].split(" s:")[0]) < 15, output
-        others = (2,) if rank < 2 else (0, 1)
-        assert any(f"rank {other}" in output for other in others), output
+        # Ranks of one host may wait for each other when their time is up.
+        assert any(f"rank {other}" in output for other in range(3) if other != rank), output
