@@ -1,6 +1,5 @@
 # `kind` is "address" (with the undefined-behaviour sanitizer) or "thread". libtorch is not
-# instrumented. So vptr checks, which need the type information of both sides, are left out, and
-# what the thread sanitizer must not judge is listed in tests/thread_sanitizer.txt;
+# instrumented. So vptr checks, which need the type information of both sides, are left out;
 # tools/run_tests.py sets the run-time options.
 function(shardstep_sanitize target kind)
   if(kind STREQUAL "thread")

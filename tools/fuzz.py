@@ -76,7 +76,7 @@ class Fuzzer:
             f"-artifact_prefix={self.found}/",
             "-rss_limit_mb=3000",
             "-malloc_limit_mb=256",
-            "-timeout=20",
+            "-timeout=120",
             "-print_final_stats=1",
         ]
         with open(self.log, "ab") as log:

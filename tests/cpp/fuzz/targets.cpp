@@ -51,7 +51,9 @@ bool reads(const Read& read) {
 detail::ShardContent fuzz_content() {
   detail::ShardContent content;
   const auto add = [&](const std::string& name, const at::Tensor& tensor) {
-    content.parts.push_back({name, detail::describe(tensor), {0, tensor.numel()}, tensor});
+    const CheckpointTensor whole{
+        tensor.scalar_type(), tensor.sizes().vec(), memory_order(tensor), {}};
+    content.parts.push_back({name, whole, {0, tensor.numel()}, tensor});
   };
   add("state.0.exp_avg", at::arange(12, at::kFloat).view({3, 4}));
   add("state.1.exp_avg", at::arange(6, at::kFloat).view({2, 3}).t());
