@@ -245,6 +245,6 @@ def test_cpp_blocks_compile(tmp_path):
 
 @pytest.mark.full
 def test_the_site_builds():
-    command = ["make", "--no-print-directory", "docs"]
+    command = ["make", "--no-print-directory", "site"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
