@@ -363,7 +363,9 @@ def train_over_a_slow_link(folder, mbit, timeout):
     with three_ranks_on_two_hosts(folder, TRAINS_WHEN_TOLD, timeout) as (hosts, ranks):
         assert [process.stdout.readline().strip() for process in ranks] == ["hierarchical"] * 3
         hosts[1].slow_link(mbit)
-        return [process.communicate("3\n", timeout=90)[0].strip() for process in ranks]
+        for process in ranks:
+            print(3, file=process.stdin, flush=True)
+        return [process.communicate(timeout=90)[0].strip() for process in ranks]
 
 
 @pytest.mark.full
