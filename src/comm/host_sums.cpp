@@ -11,6 +11,19 @@ namespace {
 
 constexpr int64_t kLineBytes = 64, kMarginBytes = 64 << 10;
 
+// The last position up to this one at which a block begins: blocks begin anew with each tensor.
+int64_t between_blocks(const std::vector<at::Tensor>& tensors, int64_t position) {
+  int64_t offset = 0;
+  for (const auto& tensor : tensors) {
+    const int64_t within = position - offset;
+    if (within < tensor.numel()) return position - within % kBlockElements;
+    offset += tensor.numel();
+  }
+  return position;
+}
+
+// Cuts of what one rank owns are made between blocks, so that blocks of 8 bits do not depend on how
+// many ranks a host has.
 std::vector<Errand> errands_for(const Hosts& hosts, size_t host, const Parts& parts) {
   std::vector<int64_t> numel;
   int64_t element_size = 1;
@@ -18,8 +31,17 @@ std::vector<Errand> errands_for(const Hosts& hosts, size_t host, const Parts& pa
     numel.push_back(numel_of(part));
     if (!part.empty()) element_size = part.front().element_size();
   }
-  return errands_of_host(hosts, host, numel, std::max<int64_t>(1, kLineBytes / element_size),
-                         kMarginBytes / element_size);
+  auto errands =
+      errands_of_host(hosts, host, numel, std::max<int64_t>(1, kLineBytes / element_size),
+                      kMarginBytes / element_size);
+  for (size_t i = 1; i < errands.size(); ++i) {
+    auto &before = errands[i - 1], &after = errands[i];
+    if (before.owner != after.owner) continue;
+    after.begin = std::max(before.begin, between_blocks(parts[after.owner], after.begin));
+    before.end = after.begin;
+  }
+  std::erase_if(errands, [](const Errand& errand) { return errand.size() == 0; });
+  return errands;
 }
 
 }  // namespace
