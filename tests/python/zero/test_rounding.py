@@ -109,6 +109,7 @@ def test_what_is_rounded_is_the_float32_update(sharding, stage, optimizer_class,
         assert all(v.dtype == torch.float32 for v in values.values() if torch.is_tensor(v))
 
 
+@pytest.mark.cpu("it names exchanges for CPU tensors")
 @on_ranks(1, 2, 3)
 def test_one_seed_gives_the_same_bits_however_it_is_divided():
     expected = trained(1, "parameter")
