@@ -77,6 +77,7 @@ class Fuzzer:
             "-rss_limit_mb=3000",
             "-malloc_limit_mb=256",
             "-timeout=120",
+            "-report_slow_units=120",
             "-print_final_stats=1",
         ]
         with open(self.log, "ab") as log:
