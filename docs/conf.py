@@ -39,3 +39,4 @@ html_static_path = ["_static"]
 html_css_files = ["shardstep.css"]
 html_show_sourcelink = False
 pygments_style = "friendly"
+highlight_language = "none"
