@@ -120,7 +120,7 @@ test-clients: install .venv/test.stamp  ## Train with trainers from PyPI, and wr
 	@tools/setup_clients.sh; status=$$?; if [[ $$status -eq 3 ]]; then \
 	  echo "skipped: PyPI cannot be reached, and the trainers come from there"; \
 	elif [[ $$status -eq 0 ]]; then \
-	  OMP_NUM_THREADS=1 $(if $(CLIENTS_ARGS),,SHARDSTEP_CLIENTS_TABLE=docs/clients.md) \
+	  OMP_NUM_THREADS=1 SHARDSTEP_CLIENTS_TABLE=docs/clients.md \
 	  .venv-clients/bin/python -m pytest -q -p no:cacheprovider tests/clients $(CLIENTS_ARGS); \
 	else exit $$status; fi
 

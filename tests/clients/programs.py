@@ -21,6 +21,7 @@ def run(program: str, what: str, *options, folder: Path, alone: bool = False) ->
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # or its ranks starve beside other work
         "TORCHDYNAMO_DISABLE": "1",  # torchao compiles its steps, which takes minutes
     }
     result = subprocess.run(

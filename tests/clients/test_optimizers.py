@@ -5,10 +5,12 @@ import importlib.metadata
 import sys
 
 import pytest
+from conftest import ORDER
 from optimizers import ELEMENTWISE, KINDS, OPTIMIZERS
 from programs import TOLERANCE, assert_same, run_once
 
 CASES = [(package, name) for package, names in OPTIMIZERS.items() for name in names]
+ORDER["optimizers"] = [f"{package}'s {name}" for package, name in CASES]
 REFUSAL = "ValueError: shardstep: expected an optimizer that is known to be element-wise"
 
 

@@ -8,6 +8,7 @@ may differ in the last bits.
 import importlib.metadata
 
 import pytest
+from conftest import ORDER
 from programs import TOLERANCE, assert_same, run_once
 
 TRAINERS = {  # name, package, program, what to add
@@ -53,6 +54,13 @@ TRAINERS = {  # name, package, program, what to add
 CASES = [(trainer, options) for trainer in TRAINERS for options in ((), ("bf16",))]
 
 
+def row_of(trainer: str, options) -> str:
+    return TRAINERS[trainer][0] + (", bfloat16 autocast" if options else "")
+
+
+ORDER["trainers"] = [row_of(*case) for case in CASES]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What the ranks of a trainer's program wrote, made once."""
@@ -70,9 +78,8 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["stage1", "stage2"])
 @pytest.mark.parametrize("trainer, options", CASES, ids=["-".join((t, *o)) for t, o in CASES])
 def test_trains_as_the_plain_optimizer(results, trainer, options, kind, place):
-    name, package, _, note = TRAINERS[trainer]
-    name += ", bfloat16 autocast" if options else ""
-    row = name, f"{package} {importlib.metadata.version(package)}"
+    _, package, _, note = TRAINERS[trainer]
+    row = row_of(trainer, options), f"{package} {importlib.metadata.version(package)}"
     place("trainers", row, kind, note=note)
     # With autocast, gradients pass through bfloat16, where the last bit is worth more.
     tolerance = TOLERANCE[kind] * (100 if "bf16" in options else 1)
