@@ -19,7 +19,9 @@ weight to float32 to compute, since this kind of machine has no instructions for
 import argparse
 import ctypes
 import gc
+import signal
 import statistics
+import sys
 import time
 
 from peers.link import INTERFACE, linked_hosts
@@ -182,6 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     context = fork_context()
     if options.gbit is not None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces go too
         on_links(context, options.layers, options.gbit)
         return
     ranks = options.ranks
