@@ -7,6 +7,8 @@
 #include <torch/version.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,24 @@ namespace shardstep::detail {
 // Keeps a parameter's gradient accumulator alive: shared up to 2.12, intrusive after.
 using GradAccumulatorPtr =
     decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+// A node of the autograd graph, in the pointer that the graph holds: shared up to 2.12, intrusive
+// after.
+template <class Node, class... Args>
+auto make_node(Args&&... args) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+  return std::make_shared<Node>(std::forward<Args>(args)...);
+#else
+  return c10::make_intrusive<Node>(std::forward<Args>(args)...);
+#endif
+}
+
+// As hasBackendForDeviceType, which 2.12 does not have.
+inline bool has_backend_for(const c10d::ProcessGroup& group, at::DeviceType type) {
+  const auto devices = group.getDeviceTypes();
+  return std::any_of(devices.begin(), devices.end(),
+                     [&](const at::Device& device) { return device.type() == type; });
+}
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 

@@ -15,6 +15,7 @@
 
 #include "comm/agreement.h"
 #include "launch/who.h"
+#include "torch_versions.h"
 
 namespace shardstep {
 namespace {
@@ -37,7 +38,7 @@ std::string describe(const at::Tensor& tensor) {
 }
 
 void check_device(const ProcessGroupPtr& group, const std::string& name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(group->hasBackendForDeviceType(tensor.device().type()),
+  TORCH_CHECK_VALUE(detail::has_backend_for(*group, tensor.device().type()),
                     "shardstep: expected tensors on a device that the process group has a backend "
                     "for, got ",
                     name, " on ", tensor.device(), who(group));
@@ -319,7 +320,7 @@ void DistributedDataParallelBase::Impl::sink(const std::vector<at::Tensor*>& out
     with_graph.push_back(*output);
   }
   if (places.empty()) return;
-  const auto node = c10::make_intrusive<Sink>(with_graph);
+  const auto node = detail::make_node<Sink>(with_graph);
   for (auto* place : places) {
     // The same memory and version, so that the caller may change it in place as without DDP.
     *place = place->detach();

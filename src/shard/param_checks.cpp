@@ -5,6 +5,7 @@
 
 #include "launch/who.h"
 #include "shard/bucket.h"
+#include "torch_versions.h"
 
 namespace shardstep::detail {
 namespace {
@@ -54,12 +55,12 @@ void check_devices(const std::vector<at::Tensor>& params, const ProcessGroupPtr&
                       "; move the model to one type of device, or use an optimizer for each type");
   }
   if (group->getSize() == 1) return;
-  const auto types = group->getDeviceTypes();
   std::string known;
-  for (const auto& device : types) known += (known.empty() ? "" : ", ") + c10::str(device.type());
+  for (const auto& device : group->getDeviceTypes()) {
+    known += (known.empty() ? "" : ", ") + c10::str(device.type());
+  }
   TORCH_CHECK_VALUE(
-      std::any_of(types.begin(), types.end(),
-                  [&](const at::Device& device) { return device.type() == type; }),
+      has_backend_for(*group, type),
       "shardstep: expected a process group with a backend for the parameters' device, ", type,
       ", got one for ", known);
 }
