@@ -221,6 +221,7 @@ def compare(program: str, variant: str) -> None:
         )
 
 
+@pytest.mark.cpu("it names exchanges for CPU tensors")
 @pytest.mark.part(20)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("program", PROGRAMS)
