@@ -90,36 +90,44 @@ def join(kind: str, folder: Path, bf16: bool) -> dict:
     return {"whole": whole, "resumed": resumed}
 
 
-def _ray_worker(config: dict) -> None:
-    import ray.train
+def _ray_loop(kind: str, bf16: bool) -> Loop:
     from ray.train.torch import prepare_model
 
-    kind, folder = config["kind"], Path(config["folder"])
     model = make_model()
     options = {"parallel_strategy": None} if kind == "stage2" else {}
     forward = prepare_model(model, **options)
     assert isinstance(forward, DistributedDataParallel) == (kind != "stage2")
-    loop = Loop(model, forward, make_optimizer(kind, model.parameters()), config["bf16"])
-    parts = {"model": model, "optimizer": loop.optimizer, "schedule": loop.schedule}
-    checkpoint = config["checkpoint"]
-    if checkpoint is None:
-        loop.train(range(HALF))
-        if kind != "plain":
-            loop.optimizer.consolidate_state_dict()
-        here = folder / f"{kind}.rank{dist.get_rank()}"
-        here.mkdir()
-        if dist.get_rank() == 0:
-            states = {name: part.state_dict() for name, part in parts.items()}
-            torch.save(states, here / "states.pt")
-        saved = ray.train.Checkpoint.from_directory(str(here)) if dist.get_rank() == 0 else None
-        ray.train.report({"step": HALF}, checkpoint=saved)
-    else:
-        with checkpoint.as_directory() as saved:
-            states = torch.load(Path(saved) / "states.pt", weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(states[name])
-    loop.train(range(HALF, STEPS))
-    torch.save(loop.result(), folder / f"{config['part']}.{dist.get_rank()}.pt")
+    return Loop(model, forward, make_optimizer(kind, model.parameters()), bf16)
+
+
+def _ray_worker(config: dict) -> None:
+    """Trains all kinds, from the beginning or from the checkpoint of all of them."""
+    import ray.train
+
+    checkpoint, folder = config["checkpoint"], Path(config["folder"])
+    here = folder / f"{config['part']}.rank{dist.get_rank()}"
+    here.mkdir()
+    results = {}
+    for kind in KINDS:
+        loop = _ray_loop(kind, config["bf16"])
+        parts = {"model": loop.model, "optimizer": loop.optimizer, "schedule": loop.schedule}
+        if checkpoint is None:
+            loop.train(range(HALF))
+            if kind != "plain":
+                loop.optimizer.consolidate_state_dict()
+            if dist.get_rank() == 0:
+                states = {name: part.state_dict() for name, part in parts.items()}
+                torch.save(states, here / f"{kind}.pt")
+        else:
+            with checkpoint.as_directory() as saved:
+                states = torch.load(Path(saved) / f"{kind}.pt", weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(states[name])
+        loop.train(range(HALF, STEPS))
+        results[kind] = loop.result()
+    saved = ray.train.Checkpoint.from_directory(str(here)) if dist.get_rank() == 0 else None
+    ray.train.report({"steps": STEPS}, checkpoint=saved)
+    torch.save(results, folder / f"{config['part']}.{dist.get_rank()}.pt")
 
 
 def ray(folder: Path, bf16: bool) -> list[dict]:
@@ -132,22 +140,22 @@ def ray(folder: Path, bf16: bool) -> list[dict]:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     ray.init(num_cpus=2, include_dashboard=False)
-    results: list[dict] = [{}, {}]
-    for kind in KINDS:
-        checkpoint = None
-        for part in ("whole", "resumed"):
-            config = {"kind": kind, "folder": str(folder), "bf16": bf16, "part": part}
-            trainer = TorchTrainer(
-                _ray_worker,
-                train_loop_config={**config, "checkpoint": checkpoint},
-                torch_config=TorchConfig(backend="gloo"),
-                scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
-                run_config=RunConfig(name=f"{kind}.{part}", storage_path=str(folder / "ray")),
-            )
-            checkpoint = trainer.fit().checkpoint
-            for rank, result in enumerate(results):
-                found = torch.load(folder / f"{part}.{rank}.pt", weights_only=True)
-                result.setdefault(kind, {})[part] = found
+    results: list[dict] = [{kind: {} for kind in KINDS} for _ in range(2)]
+    checkpoint = None
+    for part in ("whole", "resumed"):
+        config = {"folder": str(folder), "bf16": bf16, "part": part, "checkpoint": checkpoint}
+        trainer = TorchTrainer(
+            _ray_worker,
+            train_loop_config=config,
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+            run_config=RunConfig(name=part, storage_path=str(folder / "ray")),
+        )
+        checkpoint = trainer.fit().checkpoint
+        for rank, result in enumerate(results):
+            found = torch.load(folder / f"{part}.{rank}.pt", weights_only=True)
+            for kind in KINDS:
+                result[kind][part] = found[kind]
     ray.shutdown()
     return results
 

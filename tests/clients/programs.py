@@ -30,7 +30,7 @@ def run(program: str, what: str, *options, folder: Path, alone: bool = False) ->
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
