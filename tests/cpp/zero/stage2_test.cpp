@@ -430,7 +430,7 @@ TEST_P(Stage2Test, ClipsByTheNormOfAllGradients) {
 // Rank r has r batches: those that have joined clip along, and count as zeros.
 TEST_P(Stage2Test, RanksThatHaveJoinedClipAlong) {
   const int world_size = GetParam();
-  for (auto exchange : {ExchangeKind::kPairwise, ExchangeKind::kSharedMemory}) {
+  for (auto exchange : kExchanges) {
     test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
       const int rank = group->getRank();
       const auto params = test::make_params(7);
