@@ -162,7 +162,8 @@ class Fuzzer:
         """Prints the share of the readers' lines that the corpus covers."""
         profile = self.build / f"{self.target}.profraw"
         data = profile.with_suffix(".profdata")
-        command = [self.program, "-runs=0", self.corpus, KEPT / self.target]
+        quiet = f"-artifact_prefix={self.memory}/"
+        command = [self.program, "-runs=0", quiet, self.corpus, KEPT / self.target]
         subprocess.run(command, env=self.variables(str(profile)), check=True, capture_output=True)
         subprocess.run(["llvm-profdata", "merge", profile, "-o", data], check=True)
         exported = subprocess.run(
