@@ -15,7 +15,9 @@ namespace {
 
 // Flags that describe a parameter's gradients.
 constexpr uint8_t kUsed = 1;
-constexpr uint8_t kUnfit = 2;  // one did not fit the parameter that was added
+constexpr uint8_t kUnfit = 2;      // one did not fit the parameter that was added
+constexpr uint8_t kForgotten = 4;  // what was summed before the rounds since settle()
+constexpr uint8_t kDropped = 8;    // there is none, as far as `.grad` says
 
 // All elements of a gradient in the parameter's memory order.
 at::Tensor flat_gradient(const at::Tensor& param) {
@@ -150,6 +152,7 @@ void GradientReducer::add_bucket(std::vector<ReducedParam> params, ReductionOpti
     const auto size = static_cast<size_t>(param.index) + 1;
     used_here_.resize(std::max(used_here_.size(), size));
     used_.resize(used_here_.size());
+    forgotten_here_.resize(used_here_.size());
     watched_.resize(used_here_.size());
     watched.reduced = std::move(param);
   }
@@ -171,6 +174,7 @@ void GradientReducer::forget_buckets_from(size_t first) {
   std::erase(watched_, nullptr);
   used_here_.resize(watched_.size());
   used_.resize(watched_.size());
+  forgotten_here_.resize(watched_.size());
 }
 
 void GradientReducer::set_stand_in(int64_t param, at::Tensor stand_in) {
@@ -269,6 +273,14 @@ void GradientReducer::begin_round() {
     if (bucket->has_trainable() && is_under_way(*bucket)) take_sum(*bucket);
   }
   forget_unwanted();
+  if (std::exchange(begins_anew_, false)) {
+    for (const auto* param : watched_) {
+      const auto index = param->reduced.index;
+      const bool nobody_used = knows_used_ && !used_here_[index];
+      forgotten_here_[index] = nobody_used || !param->sum_is_wanted();
+    }
+  }
+  knows_used_ = false;
   for (auto& bucket : buckets_) {
     bucket->posted = false;
     bucket->waiting_for = 0;
@@ -315,6 +327,7 @@ void GradientReducer::forget_rounds() {
   forgotten_rounds_ = rounds_;
   for (auto& bucket : buckets_) bucket->posts.forgotten = bucket->posts.made;
   forgot_some_ = has_contributed_ = false;
+  begins_anew_ = true;
 }
 
 void GradientReducer::forget_unwanted() {
@@ -336,28 +349,70 @@ void GradientReducer::post_until(Bucket& bucket, int64_t posts) {
   }
 }
 
-void GradientReducer::catch_up(int64_t rounds, int64_t forgotten_rounds,
-                               const std::vector<Posts>& posts) {
+void GradientReducer::forget_up_to(int64_t forgotten_rounds, const std::vector<Posts>& posts) {
   const std::lock_guard lock(mutex_);
-  const bool follows = this->forgotten_rounds() < forgotten_rounds;
-  if (follows) std::fill(used_here_.begin(), used_here_.end(), 0);
+  if (this->forgotten_rounds() >= forgotten_rounds) return;
+  std::fill(used_here_.begin(), used_here_.end(), 0);
   for (size_t b = 0; b < buckets_.size(); ++b) {
     auto& bucket = *buckets_[b];
-    if (follows) {
-      post_until(bucket, posts[b].forgotten);
-      for (auto& param : bucket.params) {
-        // A post beyond those is the one of zeros that this rank has just made in its step().
-        bucket.posts.made > posts[b].forgotten ? bucket.zero(param) : zero(param);
-      }
-      bucket.posts.forgotten = posts[b].forgotten;
+    post_until(bucket, posts[b].forgotten);
+    for (auto& param : bucket.params) {
+      // A post beyond those is the one of zeros that this rank has just made in its step().
+      bucket.posts.made > posts[b].forgotten ? bucket.zero(param) : zero(param);
     }
-    post_until(bucket, posts[b].made);
+    bucket.posts.forgotten = posts[b].forgotten;
   }
-  if (follows) forgotten_rounds_ = forgotten_rounds;
+  forgotten_rounds_ = forgotten_rounds;
+}
+
+void GradientReducer::catch_up(int64_t rounds, const std::vector<Posts>& posts) {
+  const std::lock_guard lock(mutex_);
+  for (size_t b = 0; b < buckets_.size(); ++b) post_until(*buckets_[b], posts[b].made);
   if (rounds_ == rounds) return;
   rounds_ = rounds;
   made_round_ = true;
   settled_ = false;
+}
+
+std::vector<uint8_t> GradientReducer::flags() const {
+  auto flags = used_here_;
+  for (const auto* param : watched_) {
+    const auto index = param->reduced.index;
+    if (forgotten_here_[index]) flags[index] |= kForgotten;
+    if (!param->sum_is_wanted()) flags[index] |= kDropped;
+  }
+  return flags;
+}
+
+void GradientReducer::merge_flags(std::vector<uint8_t>& merged, const uint8_t* flags,
+                                  const uint8_t* leader) {
+  for (size_t i = 0; i < merged.size(); ++i) {
+    if (!leader || !(leader[i] & kForgotten)) merged[i] |= flags[i];
+  }
+}
+
+void GradientReducer::follow(const uint8_t* leader, bool forget) {
+  const std::lock_guard lock(mutex_);
+  for (auto* param : watched_) {
+    const auto index = param->reduced.index;
+    if (forget && (leader[index] & kForgotten)) {
+      param->bucket->zero(*param);
+      used_here_[index] = 0;
+    }
+    if ((leader[index] & kDropped) && param->sum_is_wanted()) {
+      param->reduced.param.mutable_grad().reset();
+      param->set_aside = false;
+    }
+  }
+}
+
+bool GradientReducer::has_only_zeros() const {
+  return !has_contributed_ && forgotten_rounds() >= settled_rounds_;
+}
+
+void GradientReducer::zero_sum(int64_t param) {
+  const std::lock_guard lock(mutex_);
+  watched_[param]->bucket->zero(*watched_[param]);
 }
 
 // The gradients of the last layers come first.
@@ -392,6 +447,7 @@ void GradientReducer::post(Bucket& bucket) {
                         reduced.param.numel() == reduced.numel();
       used_here_[reduced.index] |= fits ? kUsed : kUnfit;
       if (fits) flat = flat_gradient(reduced.param).to(bucket.gradient.dtype());
+      has_contributed_ = true;
     }
     for (const auto& slice : reduced.slices) {
       const auto& elements = slice.elements;
@@ -445,7 +501,11 @@ int64_t GradientReducer::first_unfit(const std::vector<uint8_t>& used) {
 void GradientReducer::settle(std::vector<uint8_t> used) {
   const std::lock_guard lock(mutex_);
   take_sums();
-  used_ = std::move(used);
+  for (auto& flags : used) flags &= kUsed;
+  used_ = used_here_ = std::move(used);
+  knows_used_ = begins_anew_ = true;
+  std::fill(forgotten_here_.begin(), forgotten_here_.end(), false);
+  settled_rounds_ = rounds_;
   for (auto* param : watched_) {
     auto& gradient = param->reduced.param.mutable_grad();
     if (!used_[param->reduced.index] && gradient.is_same(param->stand_in)) gradient.reset();
@@ -551,6 +611,7 @@ void GradientReducer::reset() {
   for (auto& bucket : buckets_) bucket->forget();
   for (auto* param : watched_) zero(*param);  // what is on its way
   std::fill(used_here_.begin(), used_here_.end(), 0);
+  knows_used_ = true;
   forget_rounds();
   made_round_ = false;
   settled_ = false;

@@ -98,13 +98,28 @@ class SHARDSTEP_API GradientReducer {
   void make_round();
   // Sends zeros for what is missing from a round.
   void end_round();
-  // Posts zeros until there were as many rounds and posts of each bucket, and forgets the first
-  // ones. REQUIRES: !has_contributed() if there are more to forget than forgotten_rounds().
-  // Collective.
-  void catch_up(int64_t rounds, int64_t forgotten_rounds, const std::vector<Posts>& posts);
+  // Forgets the first rounds and posts, and posts zeros for those of them that this rank did not
+  // make. REQUIRES: !has_contributed() if these are more than forgotten_rounds(). Collective.
+  void forget_up_to(int64_t forgotten_rounds, const std::vector<Posts>& posts);
+  // Posts zeros until there were as many rounds and posts of each bucket. Collective.
+  void catch_up(int64_t rounds, const std::vector<Posts>& posts);
 
   // By parameter: flags that describe this rank's gradients of it.
-  const std::vector<uint8_t>& used_here() const { return used_here_; }
+  std::vector<uint8_t> flags() const;
+  // Adds a rank's flags to those of others. A rank that follows the leader has nothing of what the
+  // leader has forgotten; `leader` is null for others.
+  static void merge_flags(std::vector<uint8_t>& merged, const uint8_t* flags,
+                          const uint8_t* leader);
+  // Drops the gradients that the leader, with these flags, has dropped. If `forget`, also what was
+  // summed before the rounds since settle(), as far as the leader has forgotten it. REQUIRES:
+  // !has_contributed() if `forget`.
+  void follow(const uint8_t* leader, bool forget);
+  // Whether all gradients that were ever added here are forgotten.
+  bool has_only_zeros() const;
+  // Sets the sum so far to zero, and not what is on its way.
+  void zero_sum(int64_t param);
+  // How many rounds there were when settle() was last called; the same on every rank.
+  int64_t settled_rounds() const { return settled_rounds_; }
   // A parameter that a gradient did not fit, by the flags of all ranks; -1 if there is none.
   static int64_t first_unfit(const std::vector<uint8_t>& used);
   // Takes the sums. `used` combines the flags of all ranks; `.grad` of a parameter that no rank
@@ -222,10 +237,16 @@ class SHARDSTEP_API GradientReducer {
   bool settled_ = false;
   bool forgot_some_ = false;
   bool has_contributed_ = false;
+  bool knows_used_ = true;   // used_here_ is what any rank used
+  bool begins_anew_ = true;  // the next round: it is the first since settle(), or all are forgotten
+  int64_t settled_rounds_ = 0;
   int64_t rounds_ = 0;
   int64_t forgotten_rounds_ = 0;
-  std::vector<uint8_t> used_here_;  // by parameter
-  std::vector<uint8_t> used_;       // on any rank
+  // By parameter: what this rank used since settle(), and what any rank had used before.
+  std::vector<uint8_t> used_here_;
+  // By parameter: whether what was summed before the rounds since settle() is forgotten.
+  std::vector<bool> forgotten_here_;
+  std::vector<uint8_t> used_;  // on any rank
 };
 
 }  // namespace shardstep

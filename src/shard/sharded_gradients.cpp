@@ -105,20 +105,20 @@ class NumbersToRead {
       by_device_;
 };
 
-// FNV-1a, started by the first change.
-uint64_t hash_on(uint64_t hash, const std::string& text) {
-  if (hash == 0) hash = 0xcbf29ce484222325u;
-  for (unsigned char byte : text) hash = (hash ^ byte) * 0x100000001b3u;
-  return hash;
+// The first rank that runs the user's code; the number of ranks if all have joined.
+template <class Message>
+size_t leader_of(const std::vector<Message>& messages) {
+  const auto found = std::find_if(messages.begin(), messages.end(),
+                                  [](const Message& message) { return !message.has_joined; });
+  return found - messages.begin();
 }
 
-template <class Change>
-std::string description(const Change& change) {
-  const auto& [kind, param, first, second] = change;
-  // Rounded to float32, a factor is the same on every rank.
-  if (kind == Change::kScale) return c10::str(param, " scale ", static_cast<float>(first));
-  if (kind == Change::kClamp) return c10::str(param, " clamp ", first, " ", second);
-  return c10::str(param, " zero");
+// Whether a rank has of the gradients what the leader had before it went on: it has joined, and
+// added nothing since the gradients were last summed.
+template <class Message>
+bool follows_leader(const std::vector<Message>& messages, size_t rank) {
+  return leader_of(messages) < messages.size() && messages[rank].has_joined &&
+         !messages[rank].has_contributed;
 }
 
 }  // namespace
@@ -136,7 +136,7 @@ ShardedGradients::ShardedGradients(Exchange& control, Exchange& exchange, Gradie
 // All ranks have made the same rounds then, and none is left over.
 void ShardedGradients::refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
                                      const Posts& posts) {
-  reducer_.catch_up(rounds, 0, posts);
+  reducer_.catch_up(rounds, posts);
   drop_all();
   std::string got;
   for (size_t rank = 0; rank < messages.size(); ++rank) {
@@ -157,7 +157,9 @@ void ShardedGradients::refuse_rounds(const std::vector<Message>& messages, int64
 
 // A rank that made fewer rounds had no batch then, and adds zeros. One that has added nothing also
 // follows a zero_grad() of the others; else its gradients may have met those that were forgotten.
-void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& posts) {
+// What changed before the missing rounds is repeated before they are added. `flags` by rank.
+void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& posts,
+                               const std::vector<const uint8_t*>& flags) {
   int64_t rounds = 0, forgotten = 0;
   bool same = true, refused = false;
   uint64_t changes = 0;
@@ -168,59 +170,78 @@ void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& post
     forgotten = message.forgotten_rounds;
     changes = message.changes;
   }
+  const auto own = static_cast<size_t>(group_->getRank());
   for (auto& message : messages) {
-    const bool follows = message.forgotten_rounds < forgotten;
-    refused = refused || (follows && message.has_contributed) ||
+    const bool forgets = message.forgotten_rounds < forgotten;
+    refused = refused || (forgets && message.has_contributed && !message.has_joined) ||
               (!same && (message.forgot_some || message.looks_back));
-    if (follows) message.changes = changes;
+    if (!forgets) continue;
+    message.changes = message.has_joined ? 0 : changes;
+    message.change_count = 0;
+    if (&message == &messages[own] && message.has_joined) forget_changes();
   }
   if (refused) refuse_rounds(messages, rounds, posts);
-  reducer_.catch_up(rounds, forgotten, posts);
-}
-
-// Whether a rank's changes are the first ones of this log.
-bool ShardedGradients::starts_with(const std::vector<Change>& log, const Message& message) const {
-  uint64_t changes = 0;
-  for (int64_t i = 0; i < message.logged; ++i) changes = hash_on(changes, description(log[i]));
-  return changes == message.changes;
+  reducer_.forget_up_to(forgotten, posts);
+  const size_t leader = leader_of(messages);
+  if (leader < messages.size()) follow_changes(messages, leader);
+  if (messages[own].has_joined && leader < messages.size()) {
+    reducer_.follow(flags[leader], follows_leader(messages, own));
+  }
+  reducer_.catch_up(rounds, posts);
 }
 
 // The changes of one rank, on every rank.
-std::vector<ShardedGradients::Change> ShardedGradients::log_of(const std::vector<Message>& messages,
-                                                               size_t rank) {
+std::vector<GradientChange> ShardedGradients::log_of(const std::vector<Message>& messages,
+                                                     size_t rank) {
   const bool mine = static_cast<int>(rank) == group_->getRank();
-  auto log = mine ? log_ : std::vector<Change>(messages[rank].logged);
-  const auto size = static_cast<int64_t>(log.size() * sizeof(Change));
+  auto log = mine ? changes_.log() : std::vector<GradientChange>(messages[rank].change_count);
+  if (log.empty()) return log;
+  const auto size = static_cast<int64_t>(log.size() * sizeof(GradientChange));
   const auto own = at::from_blob(log.data(), {size}, at::kByte);
   const auto all = detail::all_gather(control_, own, ControlMessage::kFollowedChanges);
   std::memcpy(log.data(), all[rank].const_data_ptr(), size);
   const detail::PeerInput peer(group_, static_cast<int>(rank));
   for (const auto& change : log) {
-    peer.check("the kind of a change", change.kind, Change::kScale, Change::kZero);
+    peer.check("the kind of a change", change.kind, GradientChange::kScale, GradientChange::kZero);
     peer.check("the parameter of a change", change.param, 0,
                static_cast<int64_t>(params_.size()) - 1);
   }
   return log;
 }
 
-// A rank that has joined runs no code of the user's: it makes the changes that the first rank with
-// inputs made, where its own are their beginning. Every rank decides the same.
-void ShardedGradients::follow_changes(std::vector<Message>& messages) {
-  const auto leader = std::find_if(messages.begin(), messages.end(),
-                                   [](const Message& message) { return !message.has_joined; });
-  if (leader == messages.end()) return;
+// Whether a rank that has joined can make these changes now, by its own unsettled rounds: it has at
+// most the one of its step(), and what came before or after it can be set to zero apart.
+bool ShardedGradients::can_repeat(const std::vector<GradientChange>& log, int64_t rounds) {
+  return std::all_of(log.begin(), log.end(), [&](const GradientChange& change) {
+    return change.kind != GradientChange::kZero || change.first == static_cast<double>(rounds) ||
+           (change.first == 0 && rounds == 1);
+  });
+}
+
+// A rank that has joined makes the changes of the leader that it lacks. If its own are not the
+// first of them, the leader has forgotten gradients since; where it had only zeros itself, it
+// starts again from zeros. Every rank decides the same.
+void ShardedGradients::follow_changes(std::vector<Message>& messages, size_t leader) {
   const auto lags = [&](const Message& message) {
-    return message.has_joined && message.logged >= 0 && message.logged < leader->logged &&
-           message.forgotten_rounds == leader->forgotten_rounds;
+    return message.has_joined && message.changes != messages[leader].changes;
   };
+  if (messages[leader].change_count < 0) return;
   if (std::none_of(messages.begin(), messages.end(), lags)) return;
-  const auto log = log_of(messages, leader - messages.begin());
+  const auto log = log_of(messages, leader);
   for (size_t rank = 0; rank < messages.size(); ++rank) {
-    if (!lags(messages[rank]) || !starts_with(log, messages[rank])) continue;
-    messages[rank].changes = leader->changes;
+    auto& message = messages[rank];
+    if (!lags(message)) continue;
+    const bool goes_on = GradientChanges::begins_with(log, message.change_count, message.changes);
+    if (!goes_on && !message.has_only_zeros) continue;
+    if (!can_repeat(log, message.rounds - reducer_.settled_rounds())) continue;
+    message.changes = messages[leader].changes;
     if (static_cast<int>(rank) != group_->getRank()) continue;
     at::NoGradGuard no_grad;
-    for (size_t i = log_.size(); i < log.size(); ++i) make(log[i]);
+    if (!goes_on) {
+      for (size_t param = 0; param < params_.size(); ++param) reducer_.zero_sum(param);
+      forget_changes();
+    }
+    for (size_t i = changes_.log().size(); i < log.size(); ++i) make(log[i]);
   }
 }
 
@@ -251,12 +272,13 @@ ShardedGradients::Message ShardedGradients::message(const Question& question) {
           .rounds = reducer_.rounds(),
           .forgotten_rounds = reducer_.forgotten_rounds(),
           .forgot_some = reducer_.forgot_some(),
-          .has_contributed = reducer_.has_contributed() && !joined_,
+          .has_contributed = reducer_.has_contributed(),
           .looks_back = !reducer_.made_round(),
           .has_joined = joined_,
+          .has_only_zeros = reducer_.has_only_zeros(),
           .question = question,
-          .changes = changes_,
-          .logged = is_logged_ ? static_cast<int64_t>(log_.size()) : -1,
+          .changes = changes_.digest(),
+          .change_count = changes_.count(),
           .replaced = reducer_.replaced()};
 }
 
@@ -266,7 +288,7 @@ void ShardedGradients::check_message(const Message& message, int from) const {
   peer.check("the backward passes", message.rounds, 0, reducer_.rounds() + kMostRoundsAhead);
   peer.check("the forgotten backward passes", message.forgotten_rounds, 0, message.rounds);
   peer.check("the replaced gradient", message.replaced, -1, params - 1);
-  peer.check("the changes to the gradients", message.logged, -1, kMostChanges);
+  peer.check("the changes to the gradients", message.change_count, -1, kMostChanges);
   const auto& [kind, which, norm_type] = message.question;
   peer.check("the kind of a question", static_cast<int64_t>(kind), 0,
              static_cast<int64_t>(Kind::kWhole));
@@ -277,17 +299,17 @@ void ShardedGradients::check_message(const Message& message, int from) const {
 // Every rank brings what it wants to know; a rank in before_step() wants nothing.
 std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& question) {
   reducer_.end_round();
-  const auto& used_here = reducer_.used_here();
+  const auto own_flags = reducer_.flags();
   auto posts = reducer_.posts();
   const auto own_posts = posts;
   const auto posts_size = posts.size() * sizeof(posts[0]);
   const auto own = message(question);
   auto bytes =
-      at::empty({static_cast<int64_t>(sizeof(own) + posts_size + used_here.size())}, at::kByte);
+      at::empty({static_cast<int64_t>(sizeof(own) + posts_size + own_flags.size())}, at::kByte);
   auto* const data = bytes.mutable_data_ptr<uint8_t>();
   std::memcpy(data, &own, sizeof(own));
   if (!posts.empty()) std::memcpy(data + sizeof(own), posts.data(), posts_size);
-  std::copy(used_here.begin(), used_here.end(), data + sizeof(own) + posts_size);
+  std::copy(own_flags.begin(), own_flags.end(), data + sizeof(own) + posts_size);
 
   std::vector<Message> messages;
   const auto received = detail::all_gather(control_, bytes, ControlMessage::kGradientMeeting);
@@ -301,7 +323,8 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
     forgotten = std::max(forgotten, messages.back().forgotten_rounds);
   }
   agreement_.check(control_, params_, summaries);
-  std::vector<uint8_t> used(used_here.size());
+  std::vector<uint8_t> used(own_flags.size());
+  std::vector<const uint8_t*> flags;  // by rank
   bool same_forgotten = true;
   for (size_t rank = 0; rank < received.size(); ++rank) {
     const auto* theirs = received[rank].const_data_ptr<uint8_t>() + sizeof(Message);
@@ -314,14 +337,16 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
       posts[b].made = std::max(posts[b].made, made.made);
       posts[b].forgotten = std::max(posts[b].forgotten, made.forgotten);
     }
-    if (messages[rank].forgotten_rounds < forgotten) {
-      same_forgotten = false;
-      continue;
-    }
-    for (size_t i = 0; i < used.size(); ++i) used[i] |= theirs[posts_size + i];
+    flags.push_back(theirs + posts_size);
+    same_forgotten = same_forgotten && messages[rank].forgotten_rounds == forgotten;
   }
-  follow_changes(messages);
-  line_up(messages, posts);
+  const size_t leader = leader_of(messages);
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    if (messages[rank].forgotten_rounds < forgotten) continue;
+    GradientReducer::merge_flags(used, flags[rank],
+                                 follows_leader(messages, rank) ? flags[leader] : nullptr);
+  }
+  line_up(messages, posts, flags);
   check_same_changes(messages);
   if (!reducer_.settled() || !same_forgotten) {
     const int64_t unfit = GradientReducer::first_unfit(used);
@@ -367,11 +392,11 @@ std::vector<double> ShardedGradients::own_values(const Question& question) {
   const Merging merging(static_cast<GradientStatistic>(question.which), question.norm_type);
   const bool together = question.kind == Kind::kSquares;
   if (together) {
-    const auto squares = changes_ == 0 ? reducer_.squares() : std::nullopt;
+    const auto squares = changes_.digest() == 0 ? reducer_.squares() : std::nullopt;
     reducer_.want_squares();  // a program that asks once will ask again
     if (squares) return {std::sqrt(*squares)};
   }
-  std::vector<double> values(reducer_.used_here().size(), merging.neutral());
+  std::vector<double> values(params_.size(), merging.neutral());
   NumbersToRead numbers;
   for (size_t param = 0; param < values.size(); ++param) {
     const auto own = reducer_.own(static_cast<int64_t>(param));
@@ -466,18 +491,18 @@ bool ShardedGradients::has_gradient(int64_t param) {
 }
 
 void ShardedGradients::changed(int64_t param, const std::string& how) {
-  changes_ = hash_on(changes_, c10::str(param, ' ', how));
-  is_logged_ = false;
+  changes_.add(param, how);
   known_.clear();
 }
 
 // On this rank alone.
-void ShardedGradients::make(const Change& change) {
+void ShardedGradients::make(const GradientChange& change) {
   const auto& [kind, param, first, second] = change;
-  auto own = kind == Change::kZero ? at::Tensor() : reducer_.own(param);
-  if (kind == Change::kZero) {
-    reducer_.zero(param);
-  } else if (own.defined() && kind == Change::kScale) {
+  auto own = kind == GradientChange::kZero ? at::Tensor() : reducer_.own(param);
+  if (kind == GradientChange::kZero) {
+    first < static_cast<double>(unsettled_rounds()) ? reducer_.zero_sum(param)
+                                                    : reducer_.zero(param);
+  } else if (own.defined() && kind == GradientChange::kScale) {
     own.mul_(first);
   } else if (own.defined()) {
     const auto limit = [](double value) {
@@ -485,9 +510,8 @@ void ShardedGradients::make(const Change& change) {
     };
     own.clamp_(limit(first), limit(second));
   }
-  if (kind != Change::kScale || !scale_known(param, first)) known_.clear();
-  changes_ = hash_on(changes_, description(change));
-  log_.push_back(change);
+  if (kind != GradientChange::kScale || !scale_known(param, first)) known_.clear();
+  changes_.add(change);
 }
 
 // Whether the known answers for a gradient could be scaled along.
@@ -515,7 +539,7 @@ void ShardedGradients::scale(const std::vector<int64_t>& params, double factor) 
   settle();
   if (factor == 1) return;
   known_.erase({Kind::kSquares, static_cast<int64_t>(GradientStatistic::kNorm), 2});
-  for (int64_t param : params) make({Change::kScale, param, factor, 0});
+  for (int64_t param : params) make({GradientChange::kScale, param, factor, 0});
 }
 
 void ShardedGradients::clamp(const std::vector<int64_t>& params, std::optional<double> min,
@@ -523,11 +547,13 @@ void ShardedGradients::clamp(const std::vector<int64_t>& params, std::optional<d
   at::NoGradGuard no_grad;
   settle();
   for (int64_t param : params) {
-    make({Change::kClamp, param, min.value_or(-kInfinity), max.value_or(kInfinity)});
+    make({GradientChange::kClamp, param, min.value_or(-kInfinity), max.value_or(kInfinity)});
   }
 }
 
-void ShardedGradients::zero(int64_t param) { make({Change::kZero, param}); }
+void ShardedGradients::zero(int64_t param) {
+  make({GradientChange::kZero, param, static_cast<double>(unsettled_rounds())});
+}
 
 void ShardedGradients::zero_all() {
   reducer_.zero_all();
@@ -541,9 +567,7 @@ void ShardedGradients::drop_all() {
 
 void ShardedGradients::forget_changes() {
   known_.clear();
-  changes_ = 0;
-  log_.clear();
-  is_logged_ = true;
+  changes_.clear();
 }
 
 void ShardedGradients::before_step() {

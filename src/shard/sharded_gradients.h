@@ -15,6 +15,7 @@
 
 #include "comm/exchange.h"
 #include "comm/message_tag.h"
+#include "shard/gradient_changes.h"
 #include "shard/gradient_reducer.h"
 #include "shard/param_agreement.h"
 #include "shardstep/export.h"
@@ -63,7 +64,8 @@ class SHARDSTEP_API ShardedGradients {
   void zero_all();
   void drop_all();  // there are none then
 
-  // A rank that has joined forgets and changes gradients when the others do.
+  // A rank that has joined runs no code of the user's: it forgets, drops and changes gradients as
+  // the first rank with inputs did.
   void set_joined(bool joined) { joined_ = joined; }
 
   // Makes the gradients final; throws on every rank unless all ranks made the same changes to them.
@@ -79,14 +81,6 @@ class SHARDSTEP_API ShardedGradients {
     double norm_type = 0;
     auto operator<=>(const Question&) const = default;
   };
-  // As it travels to ranks that have joined.
-  struct Change {
-    enum Kind : int64_t { kScale, kClamp, kZero };
-    int64_t kind = kScale;
-    int64_t param = 0;
-    double first = 0;   // factor, or minimum
-    double second = 0;  // maximum
-  };
   // What a rank brings to a meeting; its posts by bucket and the flags of used parameters follow.
   struct Message {
     int64_t params = 0;  // a summary of the parameters
@@ -97,32 +91,35 @@ class SHARDSTEP_API ShardedGradients {
     uint8_t has_contributed = 0;
     uint8_t looks_back = 0;  // at the gradients of the last step
     uint8_t has_joined = 0;
+    uint8_t has_only_zeros = 0;
     Question question;
-    uint64_t changes = 0;
-    int64_t logged = 0;  // how many changes; -1 if some of them cannot be sent
+    uint64_t changes = 0;  // their digest
+    int64_t change_count = 0;
     int64_t replaced = -1;
   };
 
   // Whether no rank can have another gradient than when the ranks last met.
   bool is_current() const { return reducer_.settled() && met_; }
+  int64_t unsettled_rounds() const { return reducer_.rounds() - reducer_.settled_rounds(); }
   bool knows(const Question& question) const { return is_current() && known_.contains(question); }
   void ask(const Question& question);
   std::vector<Message> meet(const Question& question);
   void answer(const std::vector<Message>& messages);
   using Posts = std::vector<GradientReducer::Posts>;  // by bucket
   Message message(const Question& question);
-  void line_up(std::vector<Message>& messages, const Posts& posts);
+  void line_up(std::vector<Message>& messages, const Posts& posts,
+               const std::vector<const uint8_t*>& flags);
   [[noreturn]] void refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
                                   const Posts& posts);
   void check_message(const Message& message, int from) const;
-  void follow_changes(std::vector<Message>& messages);
-  bool starts_with(const std::vector<Change>& log, const Message& message) const;
-  std::vector<Change> log_of(const std::vector<Message>& messages, size_t rank);
+  void follow_changes(std::vector<Message>& messages, size_t leader);
+  static bool can_repeat(const std::vector<GradientChange>& log, int64_t rounds);
+  std::vector<GradientChange> log_of(const std::vector<Message>& messages, size_t rank);
   void check_same_changes(const std::vector<Message>& messages) const;
   void check_not_replaced(const std::vector<Message>& messages) const;
   std::vector<double> own_values(const Question& question);
   at::Tensor gather_whole(int64_t param);
-  void make(const Change& change);
+  void make(const GradientChange& change);
   void forget_changes();
   bool scale_known(int64_t param, double factor);
 
@@ -134,9 +131,7 @@ class SHARDSTEP_API ShardedGradients {
   const std::vector<at::Tensor>& params_;
   std::map<Question, std::vector<double>> known_;  // answers for the current gradients
   std::optional<std::pair<int64_t, at::Tensor>> whole_;
-  uint64_t changes_ = 0;     // a digest of the changes since the round, in order
-  std::vector<Change> log_;  // these changes, as long as all of them can be sent
-  bool is_logged_ = true;
+  GradientChanges changes_;
   bool met_ = false;  // since the last step: others may have had a batch then
   bool joined_ = false;
 };

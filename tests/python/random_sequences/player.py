@@ -32,6 +32,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # where sums are taken in another order
+FORGET = programs.ZeroGrad(set_to_none=True)
 REFUSED = "shardstep: expected the same synchronized backward passes and zero_grad()"
 
 
@@ -112,11 +113,22 @@ class Player:
         self.forgot_uneven_passes = False
         self.absent = frozenset()  # on native, a rank makes no other round for this step
 
-    def _forget(self, set_to_none: bool = True) -> None:
+    def _forget(self, how: programs.ZeroGrad = FORGET) -> None:
         """Both sides' zero_grad."""
-        self.beside.zero_grad(set_to_none)
-        self.zero.zero_grad(set_to_none)
+        self.beside.zero_grad(how.set_to_none)
+        self._zero_grad(how)
         self._has_forgotten()
+
+    def _zero_grad(self, how: programs.ZeroGrad) -> None:
+        if how.by == "optimizer":
+            return self.zero.zero_grad(how.set_to_none)
+        for parameter in trained(self.zero):  # as torch.nn.Module.zero_grad does
+            if parameter.grad is not None and how.set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.requires_grad_(False)
+                parameter.grad.zero_()
+        return None
 
     def _has_forgotten(self) -> None:
         self.left_over = False
@@ -351,7 +363,7 @@ class Player:
     def _(self, operation: programs.ZeroGrad) -> bool | None:
         if self._must_line_up():
             return False
-        self._forget(operation.set_to_none)
+        self._forget(operation)
         if self.unscaled:
             self.beside.scaler.update()
             self.scaler.update()
@@ -507,22 +519,27 @@ class Player:
             return False
         if self.setup.mode == "ddp" and not all(p.requires_grad for p in self.net.parameters()):
             return False  # see uneven_batch: DDP gives a frozen parameter zeros, or not, by chance
-        if self.setup.mode == "stage2":
-            # A known defect: a rank without inputs keeps changes of forgotten gradients, which
-            # ranks with inputs no longer have, and every rank raises.
-            self._forget()
         self.absent = None
         counts = operation.counts[: self.world_size]
+        forget, clip = FORGET, None
+        if self.setup.mode == "stage2":
+            forget, clip = operation.forget, operation.clip
         for number in range(max(counts)):
             absent = frozenset(rank for rank, count in enumerate(counts) if count <= number)
-            self.beside.zero_grad(True)
+            if forget:
+                self.beside.zero_grad(forget.set_to_none)
             self.beside.backward(uneven_batch(operation.seed + number, absent))
+            if clip:
+                torch.nn.utils.clip_grad_value_(trained(self.beside.optimizer), clip)
             self.beside.optimizer.step()
         joined = [self.zero] if self.setup.mode == "stage2" else [self.model, self.zero]
         with Join(joined):
             for number in range(counts[self.rank]):
-                self.zero.zero_grad()
+                if forget:
+                    self._zero_grad(forget)
                 self._backward(uneven_batch(operation.seed + number, frozenset()))
+                if clip:
+                    torch.nn.utils.clip_grad_value_(trained(self.zero), clip)
                 self.zero.step()
         if max(counts) > 0:
             self._has_compared()

@@ -63,6 +63,7 @@ class ClosureStep:
 @dataclass(frozen=True)
 class ZeroGrad:
     set_to_none: bool
+    by: str = "optimizer"  # or "module"
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ class Uneven:
 
     seed: int
     counts: tuple[int, ...]
+    # The following in stage 2 only.
+    forget: ZeroGrad | None
+    clip: float | None
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,9 @@ def _backward(sync):
 
 _trained = _backward(st.just(True))
 _by = st.sampled_from(["torch", "ours"])
+_zero_grad = st.builds(
+    ZeroGrad, st.just(True) | st.booleans(), st.sampled_from(["optimizer", "optimizer", "module"])
+)
 _operations = st.one_of(
     st.none(),  # what an operation shrinks to
     # What every script does comes up most.
@@ -175,8 +182,8 @@ _operations = st.one_of(
     st.builds(Step),
     st.builds(Step),
     st.builds(Step),
-    st.builds(ZeroGrad, st.booleans()),
-    st.builds(ZeroGrad, st.just(True)),
+    _zero_grad,
+    _zero_grad,
     _backward(st.just(False)),
     st.builds(ClosureStep, _trained),
     st.builds(
@@ -204,7 +211,13 @@ _operations = st.one_of(
         by=st.sampled_from(["state_dict", "checkpoint", "background checkpoint"]),
         sharding=st.sampled_from(["parameter", "element"]),
     ),
-    st.builds(Uneven, seed=_seeds, counts=st.tuples(*[st.integers(0, 3)] * MOST_RANKS)),
+    st.builds(
+        Uneven,
+        seed=_seeds,
+        counts=st.tuples(*[st.integers(0, 3)] * MOST_RANKS),
+        forget=st.none() | _zero_grad,
+        clip=st.none() | st.sampled_from([0.01, 0.3]),
+    ),
 )
 
 

@@ -433,3 +433,135 @@ def test_changes_that_a_joined_rank_cannot_make_are_an_error_on_all():
             for parameter in net.parameters():
                 parameter.grad.add_(parameter.detach())
             zero.step()
+
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = torch.nn.Linear(4, 3)
+        self.unused = torch.nn.Linear(4, 3)
+
+    def losses(self, seed, both, ranks):
+        """Of the given ranks, by a batch of its own each."""
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(dist.get_world_size(), 5, 4, generator=generator)
+        for rank in ranks:
+            batch = inputs[rank].to(self.used.weight.device)
+            branches = [self.used, self.unused] if both else [self.used]
+            yield sum(branch(batch).square().mean() for branch in branches)
+
+
+def forget_by_the_optimizer(net, optimizer):
+    optimizer.zero_grad()
+
+
+def forget_by_zeros(net, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def forget_by_the_module(net, optimizer):
+    net.zero_grad()
+
+
+def forget_by_zeros_of_the_module(net, optimizer):
+    net.zero_grad(set_to_none=False)
+
+
+def forget_some(net, optimizer):
+    net.unused.zero_grad()
+    net.used.bias.grad = None
+
+
+def forget_nothing(net, optimizer):
+    pass
+
+
+def clip_zeros(parameter):
+    torch.nn.utils.clip_grad_value_([parameter], 0.02)
+
+
+def raise_zeros(parameter):
+    parameter.grad.clamp_(min=0.125)
+
+
+def leave_zeros(parameter):
+    pass
+
+
+@ours
+@pytest.mark.parametrize("change", [clip_zeros, raise_zeros, leave_zeros])
+@pytest.mark.parametrize(
+    "forget",
+    [
+        forget_by_the_optimizer,
+        forget_by_zeros,
+        forget_by_the_module,
+        forget_by_zeros_of_the_module,
+        forget_some,
+        forget_nothing,
+    ],
+)
+@pytest.mark.parametrize("sharding", ["parameter", "element"])
+@on_ranks(2, timeout=30)
+def test_what_a_joined_rank_changed_after_zero_grad_follows_the_others(sharding, forget, change):
+    """It has zeros that it changed, which ranks with inputs forget, keep or change again."""
+    plain = Branches().to(devices.current())
+    for parameter in plain.parameters():
+        dist.broadcast(parameter.data, 0)
+    net = copy.deepcopy(plain)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer = torch.optim.SGD(plain.parameters(), **options)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, **options
+    )
+    world = range(dist.get_world_size())
+    for first_to_join in world:
+        ranks = [rank for rank in world if rank != first_to_join]
+
+        (sum(plain.losses(first_to_join, True, world)) / len(world)).backward()
+        sum(net.losses(first_to_join, True, [dist.get_rank()])).backward()
+        for optim, model in ((optimizer, plain), (zero, net)):
+            optim.zero_grad(set_to_none=False)
+            for parameter in model.parameters():
+                change(parameter)
+
+        for seed in (10, 11):
+            forget(plain, optimizer)
+            (sum(plain.losses(seed, False, ranks)) / len(world)).backward()
+            clip_zeros(plain.used.bias)
+            optimizer.step()
+        with Join([zero]):
+            for seed in (10, 11) if dist.get_rank() in ranks else ():
+                forget(net, zero)
+                sum(net.losses(seed, False, [dist.get_rank()])).backward()
+                clip_zeros(net.used.bias)
+                zero.step()
+        optimizer.zero_grad()
+        zero.zero_grad()
+        for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@ours
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("sharding", ["parameter", "element"])
+@on_ranks(2, timeout=30)
+def test_a_joined_rank_leaves_gradients_out_of_a_step_as_the_others_do(sharding, look):
+    """They set some `.grad` to None before a step, with or without looking at it first."""
+    net = Branches().to(devices.current())
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, **options
+    )
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with Join([zero]):
+        for seed in range(2 * dist.get_rank()):
+            zero.zero_grad()
+            sum(net.losses(seed, True, [dist.get_rank()])).backward()
+            if look:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            net.unused.zero_grad()
+            zero.step()
+    assert_same_on_all_ranks(list(net.parameters()))
+    for old, (name, new) in zip(before, net.named_parameters(), strict=True):
+        assert torch.equal(old, new) == name.startswith("unused")
