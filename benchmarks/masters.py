@@ -13,16 +13,21 @@ weight to float32 to compute, since this kind of machine has no instructions for
             before the model was made and with gradients dropped: parameters, sums, masters, moments
   expected  2 + (4 + 12) / ranks for ours: narrow parameters; float32 sums, masters, two moments
   ms        an iteration on the slowest rank, the median of the last ones
+  faster    ours beside the row, by these times
   sent      megabytes that a rank has sent per iteration
 """
 
 import argparse
 import ctypes
 import gc
+import json
+import os
 import signal
 import statistics
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 from peers.link import INTERFACE, linked_hosts
 from rank_processes import Ranks, fork_context, slowest
@@ -60,6 +65,7 @@ class Contestant:
         self.model = make_model(layers, dtype)
         self.parameters = list(self.model.parameters())
         self.count = sum(p.numel() for p in self.parameters)
+        self.backward = torch.Tensor.backward
         self.forward, self.step = getattr(self, name)()
         self.before = before
 
@@ -134,11 +140,29 @@ class Contestant:
             lambda masters: ZeroRedundancyOptimizer(masters, torch.optim.Adam, lr=1e-3, fused=True)
         )
 
+    def deepspeed(self):
+        import deepspeed
+        import torch
+        import torch.distributed as dist
+
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as its launcher does
+        batch = self.inputs.shape[0]
+        config = {
+            "train_batch_size": batch * dist.get_world_size(),
+            "train_micro_batch_size_per_gpu": batch,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2},
+        }
+        optimizer = torch.optim.Adam(self.parameters, lr=1e-3, fused=True)
+        engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self.backward = engine.backward  # step() forgets the gradients
+        return engine, engine.step
+
     def measure(self) -> dict[str, float]:
         times = []
         for _ in range(STEPS):
             begin = time.perf_counter()
-            self.forward(self.inputs).square().mean().backward()
+            self.backward(self.forward(self.inputs).float().square().mean())
             self.step()
             times.append(slowest(time.perf_counter() - begin)[0])
         gc.collect()
@@ -175,39 +199,74 @@ def on_links(context, layers: int, gbit: float) -> None:
     print(markdown(f"2 ranks, {gbit:g} Gbit/s", columns, table))
 
 
+def measure(name: str, ranks: int, layers: int) -> dict[str, float]:
+    with Ranks(fork_context(), ranks, Contestant, (name, layers)) as processes:
+        results = processes.order("measure")
+    return {key: max(result[key] for result in results) for key in results[0]}
+
+
+def measure_deepspeed(ranks: int, layers: int) -> dict[str, float] | None:
+    """In its own environment, which benchmarks/peers has too; None, with the reason said."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+    import deepspeed_environment
+
+    try:
+        environment = deepspeed_environment.prepare()
+    except deepspeed_environment.NotInstalled as error:
+        print(f"DeepSpeed is skipped: {error}", file=sys.stderr)
+        return None
+    size = ["--ranks", str(ranks), "--layers", str(layers)]
+    done = subprocess.run(
+        [str(environment.python), __file__, "--only", "deepspeed", "--json", *size],
+        env={**os.environ, **environment.variables},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=900,
+    )
+    if done.returncode != 0:
+        print(f"DeepSpeed is skipped: it ended with {done.returncode}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=25)
-    parser.add_argument("--only", choices=["ours", "ddp", "torch_zero"])
-    parser.add_argument("--gbit", type=float)
+    parser.add_argument("--only", choices=["ours", "ddp", "torch_zero", "deepspeed"])
+    parser.add_argument("--gbit", type=float, help="the rate of a link between two hosts")
+    parser.add_argument("--json", action="store_true", help="the readings of --only, as one line")
     options = parser.parse_args()
-    context = fork_context()
     if options.gbit is not None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces go too
-        on_links(context, options.layers, options.gbit)
+        on_links(fork_context(), options.layers, options.gbit)
         return
-    ranks = options.ranks
+    ranks, layers = options.ranks, options.layers
+    if options.json:
+        print(json.dumps(measure(options.only, ranks, layers)))
+        return
     contestants = {
         "ours": ("shardstep, stage 2, masters", 2 + 16 / ranks),
         "ddp": ("DDP, masters by hand", 2 + 2 + 4 + 8),
         "torch_zero": ("DDP, torch's ZeRO over masters by hand", 2 + 2 + 4 + 8 / ranks),
+        "deepspeed": ("DeepSpeed, ZeRO-2, bf16", 2 + 16 / ranks),
     }
-    table = {}
+    table: dict[str, dict[str, float]] = {}
     for name, (row, expected) in contestants.items():
         if options.only not in (None, name):
             continue
-        with Ranks(context, ranks, Contestant, (name, options.layers)) as processes:
-            results = processes.order("measure")
-        table[row] = {
-            "bytes": max(result["bytes"] for result in results),
-            "expected": expected,
-            "ms": max(result["ms"] for result in results),
-        }
+        alone = name == "deepspeed"
+        found = measure_deepspeed(ranks, layers) if alone else measure(name, ranks, layers)
+        if found is not None:
+            table[row] = {**found, "expected": expected}
+    ours = table.get(contestants["ours"][0])
     columns = {
         "bytes": lambda summary: f"{summary['bytes']:.2f}",
         "expected": lambda summary: f"{summary['expected']:.2f}",
         "ms": lambda summary: f"{summary['ms']:.0f}",
+        "faster": lambda summary: f"{summary['ms'] / ours['ms']:.2f}x" if ours else "",
     }
     print(markdown(f"{ranks} ranks", columns, table))
 
