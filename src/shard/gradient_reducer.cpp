@@ -367,6 +367,7 @@ void GradientReducer::forget_up_to(int64_t forgotten_rounds, const std::vector<P
 
 void GradientReducer::catch_up(int64_t rounds, const std::vector<Posts>& posts) {
   const std::lock_guard lock(mutex_);
+  if (rounds_ < rounds) forget_unwanted();  // as a round of its own would
   for (size_t b = 0; b < buckets_.size(); ++b) post_until(*buckets_[b], posts[b].made);
   if (rounds_ == rounds) return;
   rounds_ = rounds;

@@ -542,6 +542,42 @@ def test_what_a_joined_rank_changed_after_zero_grad_follows_the_others(sharding,
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+def look_at_none(net, zero):
+    torch.nn.utils.clip_grad_norm_([p for g in zero.param_groups for p in g["params"]], 1.0)
+
+
+def look_and_drop(net, zero):
+    sum(net.losses(7, True, [dist.get_rank()])).backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    net.zero_grad()
+
+
+@ours
+@pytest.mark.parametrize("before", [look_at_none, look_and_drop])
+@pytest.mark.parametrize("sharding", ["parameter", "element"])
+@on_ranks(2, timeout=30)
+def test_gradients_that_were_looked_at_and_dropped_before_join_do_not_come_back(sharding, before):
+    """The ranks have met since the last step; then one of them has no inputs."""
+    plain = Branches().to(devices.current())
+    for parameter in plain.parameters():
+        dist.broadcast(parameter.data, 0)
+    net = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, lr=0.1
+    )
+    before(net, zero)
+    for seed in (0, 1):  # its gradients add up
+        (sum(plain.losses(seed, True, [1])) / 2).backward()
+        optimizer.step()
+    with Join([zero]):
+        for seed in (0, 1) if dist.get_rank() == 1 else ():
+            sum(net.losses(seed, True, [1])).backward()
+            zero.step()
+    for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 @ours
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize("sharding", ["parameter", "element"])
