@@ -411,6 +411,36 @@ class Player:
         return None
 
     @play.register
+    def _(self, operation: programs.Scale) -> bool | None:
+        if self._pending():
+            return False
+        parameters = parameters_of(self.net, operation.part)
+
+        def scale():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(operation.factor)
+
+        theirs = parameters_of(self.beside.net, operation.part)
+        if not any(parameter.grad is not None for parameter in theirs):
+            return False
+        if self._is_uneven() or self._is_refused(scale, looks=True):
+            return False
+        for parameter in theirs:
+            if parameter.grad is not None:
+                parameter.grad.mul_(operation.factor)
+        return None
+
+    @play.register
+    def _(self, operation: programs.Drop) -> bool | None:
+        if self._pending() or self._is_uneven() or self.ddp_remembers:
+            return False
+        for net in (self.net, self.beside.net):
+            for parameter in parameters_of(net, operation.part):
+                parameter.grad = None
+        return None
+
+    @play.register
     def _(self, _: programs.Unscale) -> bool | None:
         if self._pending() or self.unscaled or not self.setup.scaler:
             return False
@@ -562,6 +592,11 @@ def trained(optimizer) -> list[torch.nn.Parameter]:
 
 def part_of(net: torch.nn.Module, path: str):
     return functools.reduce(getattr, path.split("."), net)
+
+
+def parameters_of(net: torch.nn.Module, path: str) -> list[torch.nn.Parameter]:
+    part = part_of(net, path)
+    return list(part.parameters()) if isinstance(part, torch.nn.Module) else [part]
 
 
 def play(program: Program, folder: str) -> list[str]:

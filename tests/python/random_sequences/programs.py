@@ -15,7 +15,7 @@ ALL_EXPERTS = EXPERTS
 # Where the ranks are if the exchange is hierarchical: sums per host, then over hosts, are then
 # taken in the order of ranks, as the reference's are.
 HOSTS = {1: "a", 2: "a,b", 3: "a,a,b"}
-FREEZABLE = ("first", "experts.0", "experts.1", "last.bias", "late")
+PARTS = ("first", "experts.0", "experts.1", "last.bias", "late")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,21 @@ class ClipNorm:
 class ClipValue:
     by: str
     value: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The gradients of a part of the model, in place."""
+
+    part: str
+    factor: float  # a power of two, so that sums stay equal to the bit
+
+
+@dataclass(frozen=True)
+class Drop:
+    """`.grad` of a part of the model becomes None, so that the next step leaves it out."""
+
+    part: str
 
 
 @dataclass(frozen=True)
@@ -195,7 +210,9 @@ _operations = st.one_of(
     st.builds(ClipValue, by=_by, value=st.sampled_from([0.01, 0.3])),
     st.builds(Unscale),
     st.builds(Schedule),
-    st.builds(Freeze, st.sampled_from(FREEZABLE), st.booleans()),
+    st.builds(Freeze, st.sampled_from(PARTS), st.booleans()),
+    st.builds(Scale, st.sampled_from(PARTS), st.sampled_from([0.5, -2.0])),
+    st.builds(Drop, st.sampled_from(PARTS)),
     st.builds(AddGroup),
     st.builds(
         Broken,
