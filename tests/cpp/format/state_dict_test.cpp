@@ -15,9 +15,6 @@
 #include "support/test_support.h"
 #include "support/torch.h"
 
-// torch's zip reader forgets its index when a damaged file makes its constructor throw.
-extern "C" const char* __lsan_default_suppressions() { return "leak:mz_zip_reader_"; }
-
 namespace shardstep {
 namespace {
 
