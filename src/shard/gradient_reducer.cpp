@@ -380,7 +380,7 @@ std::vector<uint8_t> GradientReducer::flags() const {
   for (const auto* param : watched_) {
     const auto index = param->reduced.index;
     if (forgotten_here_[index]) flags[index] |= kForgotten;
-    if (!param->sum_is_wanted()) flags[index] |= kDropped;
+    if (!param->sum_is_wanted()) flags[index] = (flags[index] & ~kUsed) | kDropped;
   }
   return flags;
 }

@@ -208,3 +208,21 @@ def abandons_a_pass(exchange):
 @pytest.mark.parametrize("exchange", ["pairwise", "shared_memory"])
 def test_an_optimizer_that_is_dropped_after_a_pass_leaves_the_group_usable(exchange):
     run_ranks(2, abandons_a_pass, exchange)
+
+
+@unordered
+@pytest.mark.parametrize("forget_by_module", [False, True])
+@on_ranks(2, timeout=20)
+def test_a_rank_without_a_batch_steps_with_nothing_if_the_others_forgot_theirs(
+    exchange, forget_by_module
+):
+    net, zero, is_first = trained(exchange)
+    zero.param_groups[0]["weight_decay"] = 0.5
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(3.0)
+    if not is_first:
+        net.backward(7.0)
+    net.zero_grad() if forget_by_module else zero.zero_grad()
+    zero.step()
+    net.check(3.0)
