@@ -38,6 +38,13 @@ SANITIZERS = {
     },
 }
 TIME_LIMIT = 7200 if FULL else 900  # seconds per process; each wait inside has its own limit
+# How many times longer tests may take: all limits are multiplied by it (patience() in
+# tests/cpp/support/full_run.h). SHARDSTEP_PATIENCE overrides it, on a machine with other work.
+PATIENCE = {"address": 3, "thread": 10}
+
+
+def time_limit() -> int:
+    return TIME_LIMIT * int(os.environ.get("SHARDSTEP_PATIENCE") or 1)
 
 
 @dataclasses.dataclass
@@ -68,11 +75,11 @@ class Job:
             )
         too_long = ""
         try:
-            self._process.wait(timeout=TIME_LIMIT)
+            self._process.wait(timeout=time_limit())
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
-            too_long = f"\n{self.name} did not end within {TIME_LIMIT} s"
+            too_long = f"\n{self.name} did not end within {time_limit()} s"
         self.output = log.read_text(errors="replace") + too_long
         self.code, self.seconds = self._process.returncode, time.monotonic() - began
         return self
@@ -227,6 +234,7 @@ def main() -> int:
     reports.mkdir(parents=True, exist_ok=True)
     seed = os.environ.setdefault("SHARDSTEP_SEED", str(random.randrange(1 << 31)))
     os.environ.update(SANITIZERS.get(arguments.sanitizer, {}))
+    os.environ.setdefault("SHARDSTEP_PATIENCE", str(PATIENCE.get(arguments.sanitizer, 1)))
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTEP_BUILD_DIR=str(build), GTEST_COLOR="no")
     print(f"{'all tests' if FULL else 'a short run'}; SHARDSTEP_SEED={seed} repeats its choices")
     print(f"to look on: tail -f {os.path.relpath(reports)}/*.log", flush=True)
