@@ -14,7 +14,9 @@ wait for ever; ltl is checked for all weakly fair schedules.
 import argparse
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +44,7 @@ class Check:
 @dataclass
 class Result:
     check: Check
-    seconds: float
+    seconds: float  # of CPU
     states: int = 0
     depth: int = 0
     errors: list[str] = field(default_factory=list)
@@ -87,14 +89,22 @@ def checks_of(path: Path) -> list[Check]:
     return checks
 
 
-def run(command: list[str], folder: Path, limit: float) -> str:
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=limit
-    )
-    output = done.stdout + done.stderr
-    with (folder / "log.txt").open("a") as log:
-        log.write(f"$ {' '.join(command)}\n{output}\n")
-    if done.returncode != 0:
+def run(command: list[str], folder: Path, limit: int, result: Result) -> str:
+    """Adds to the result the CPU time that the command has used, which `limit` bounds."""
+    with (folder / "log.txt").open("a+") as log:
+        log.write(f"$ {' '.join(command)}\n")
+        log.flush()
+        begin = log.seek(0, os.SEEK_END)
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        resource.prlimit(process.pid, resource.RLIMIT_CPU, (limit, limit))
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        log.seek(begin)
+        output = log.read()
+    result.seconds += used.ru_utime + used.ru_stime
+    if process.returncode == -signal.SIGKILL and used.ru_utime + used.ru_stime > limit - 1:
+        raise RuntimeError(f"took longer than {limit} s of CPU")
+    if process.returncode != 0:
         raise RuntimeError(f"{command[0]} failed: {output.strip().splitlines()[-1:]}")
     return output
 
@@ -112,8 +122,7 @@ def read_report(output: str, result: Result) -> None:
             result.problem = trouble
 
 
-def prove(check: Check, spin: str, build: Path, limit: float) -> Result:
-    begin = time.monotonic()
+def prove(check: Check, spin: str, build: Path, limit: int) -> Result:
     result = Result(check, 0)
     words = re.sub(r"\W+", "_", f"{check.model} {check.title}".lower())
     folder = build / words
@@ -122,23 +131,21 @@ def prove(check: Check, spin: str, build: Path, limit: float) -> Result:
     options = ["-DSAFETY", "-DNOCLAIM"] if check.claim is None else ["-DNFAIR=3"]
     search = ["-a", "-f", "-N", check.claim] if check.claim else []
     try:
-        run([spin, "-a", *check.flags, str(PROOFS / f"{check.model}.pml")], folder, limit)
+        run([spin, "-a", *check.flags, str(PROOFS / f"{check.model}.pml")], folder, limit, result)
         cc = os.environ.get("CC", "cc")
         optimize = "-O0" if check.expected else "-O1"  # a mutation ends soon
         run(
             [cc, optimize, "-w", "-DCOLLAPSE", "-DMEMLIM=4096", *options, "-o", "pan", "pan.c"],
             folder,
             limit,
+            result,
         )
-        read_report(run(["./pan", "-m2000000", *search], folder, limit), result)
+        read_report(run(["./pan", "-m2000000", *search], folder, limit, result), result)
     except (RuntimeError, OSError) as error:
         result.problem = str(error)
-    except subprocess.TimeoutExpired:
-        result.problem = f"took longer than {limit:.0f} s"
     finally:
         for name in folder.glob("pan*"):
             name.unlink()
-    result.seconds = time.monotonic() - begin
     return result
 
 
@@ -149,7 +156,7 @@ def parse(models: list[str]) -> argparse.Namespace:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of: {', '.join(models)}")
     parser.add_argument("-k", default="", help="only checks whose title contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one check")
+    parser.add_argument("--limit", type=int, default=300, help="seconds of CPU for a command")
     parser.add_argument("--build", type=Path, default=PROOFS.parent / "build" / "prove")
     parser.add_argument("--list", action="store_true", help="list the checks and leave")
     parser.add_argument("--spin", default=None, help="path of the spin program")
@@ -195,7 +202,7 @@ def main() -> int:
             results.append(result)
             print(
                 f"[{number}/{len(checks)}] {result.check.name}: {result.states} states, depth "
-                f"{result.depth}, {result.seconds:.1f} s: {result.verdict}",
+                f"{result.depth}, {result.seconds:.1f} s of CPU: {result.verdict}",
                 flush=True,
             )
     sys.stdout.flush()
@@ -210,7 +217,7 @@ def close(results: list[Result], seconds: float, build: Path) -> int:
         f"{sum(r.good for r in runs)} of {len(runs)} runs hold "
         f"({sum(r.states for r in runs)} states), "
         f"{sum(r.good for r in mutations)} of {len(mutations)} mutations caught, "
-        f"{seconds:.0f} s; logs in {build}"
+        f"{seconds:.0f} s, {sum(r.seconds for r in results):.0f} s of CPU; logs in {build}"
     )
     for result in bad:
         print(f"prove: {result.check.name}: {result.verdict}", file=sys.stderr)

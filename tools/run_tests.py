@@ -38,6 +38,15 @@ SANITIZERS = {
     },
 }
 TIME_LIMIT = 7200 if FULL else 900  # seconds per process; each wait inside has its own limit
+# How many times longer tests may take: all limits are multiplied by it (patience() in
+# tests/cpp/support/full_run.h). SHARDSTEP_PATIENCE overrides it, on a machine with other work.
+PATIENCE = {"address": 3, "thread": 10}
+# TSAN makes these ten times slower, so that a short run takes one of so many cases of each suite.
+THREAD_SAMPLE = {"zero_test": 3, "ddp_test": 2}
+
+
+def time_limit() -> int:
+    return TIME_LIMIT * int(os.environ.get("SHARDSTEP_PATIENCE") or 1)
 
 
 @dataclasses.dataclass
@@ -68,11 +77,11 @@ class Job:
             )
         too_long = ""
         try:
-            self._process.wait(timeout=TIME_LIMIT)
+            self._process.wait(timeout=time_limit())
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
-            too_long = f"\n{self.name} did not end within {TIME_LIMIT} s"
+            too_long = f"\n{self.name} did not end within {time_limit()} s"
         self.output = log.read_text(errors="replace") + too_long
         self.code, self.seconds = self._process.returncode, time.monotonic() - began
         return self
@@ -127,6 +136,26 @@ class Results:
         return "skipped"
 
 
+def sampled_filter(binary: Path, one_of: int) -> str:
+    """For GoogleTest: one of so many cases of each suite, at least one, chosen by the seed."""
+    listed = subprocess.run(
+        [binary, "--gtest_list_tests"], check=True, capture_output=True, text=True
+    )
+    suites: dict[str, list[str]] = {}
+    for line in listed.stdout.splitlines():
+        name = line.partition("#")[0].rstrip()
+        if name.endswith("."):
+            suites[name] = []
+        elif name.startswith("  ") and suites:
+            suites[[*suites][-1]].append([*suites][-1] + name.strip())
+    choice = random.Random(os.environ["SHARDSTEP_SEED"])
+    chosen = [
+        case for cases in suites.values() for case in choice.sample(cases, -(-len(cases) // one_of))
+    ]
+    print(f"left to FULL=1: {sum(map(len, suites.values())) - len(chosen)} cases of {binary.name}")
+    return ":".join(chosen)
+
+
 def binary_jobs(binary: Path, reports: Path, only: str | None, device: str = "cpu") -> list[Job]:
     """The shards of a binary."""
     jobs = []
@@ -147,7 +176,11 @@ def binary_jobs(binary: Path, reports: Path, only: str | None, device: str = "cp
 def cpp_jobs(build: Path, reports: Path, arguments: argparse.Namespace) -> list[Job]:
     jobs = []
     for binary in (build / "tests").glob(f"{arguments.layer}*_test"):
-        jobs += binary_jobs(binary, reports, arguments.gtest_filter)
+        only = arguments.gtest_filter
+        one_of = THREAD_SAMPLE.get(binary.name, 1) if arguments.sanitizer == "thread" else 1
+        if one_of > 1 and not only and not FULL:
+            only = sampled_filter(binary, one_of)
+        jobs += binary_jobs(binary, reports, only)
     # A long job that starts last would leave the other processors idle.
     order = [*SHARDS, ""]
     return sorted(jobs, key=lambda job: order.index(next(n for n in order if n in job.name)))
@@ -227,6 +260,7 @@ def main() -> int:
     reports.mkdir(parents=True, exist_ok=True)
     seed = os.environ.setdefault("SHARDSTEP_SEED", str(random.randrange(1 << 31)))
     os.environ.update(SANITIZERS.get(arguments.sanitizer, {}))
+    os.environ.setdefault("SHARDSTEP_PATIENCE", str(PATIENCE.get(arguments.sanitizer, 1)))
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTEP_BUILD_DIR=str(build), GTEST_COLOR="no")
     print(f"{'all tests' if FULL else 'a short run'}; SHARDSTEP_SEED={seed} repeats its choices")
     print(f"to look on: tail -f {os.path.relpath(reports)}/*.log", flush=True)

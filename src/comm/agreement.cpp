@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "comm/connection_watch.h"
 #include "comm/lost_ranks.h"
 #include "comm/peer_input.h"
 #include "failure_points.h"
@@ -100,7 +101,7 @@ std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tenso
     output[0].push_back(at::empty_like(input[0]));
   }
   try {
-    group->allgather(output, input)->wait();
+    wait_for_collective(*group->allgather(output, input), group);
   } catch (const std::exception&) {
     // Backends do not say which rank they are, or lost.
     const auto error = message_of(std::current_exception());

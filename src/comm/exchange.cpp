@@ -5,7 +5,9 @@
 namespace shardstep {
 
 Exchange::Exchange(ProcessGroupPtr group, int64_t channel)
-    : group_(std::move(group)), channel_(channel) {}
+    : group_(std::move(group)),
+      watch_(std::make_shared<detail::ConnectionWatch>(group_)),
+      channel_(channel) {}
 
 int Exchange::message_tag(MessageTag tag) const {
   // c10d's tags are non-negative 32-bit numbers; the top bit avoids users' small tags. Channels are
@@ -29,7 +31,7 @@ void Exchange::all_gather_and_wait(const std::vector<const Parts*>& buckets) {
 
 std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, const Parts& into,
                                           int to, MessageTag tag) {
-  auto pending = std::make_unique<detail::PendingWorks>(group_);
+  auto pending = std::make_unique<detail::PendingWorks>(group_, watch_);
   if (rank() != to) {
     traffic_ += detail::send(group_, *pending, own, to, message_tag(tag));
     return pending;
@@ -44,7 +46,7 @@ std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, co
 
 std::unique_ptr<Pending> Exchange::transfer(const std::vector<at::Tensor>& tensors, int from,
                                             int to, MessageTag tag) {
-  auto pending = std::make_unique<detail::PendingWorks>(group_);
+  auto pending = std::make_unique<detail::PendingWorks>(group_, watch_);
   if (rank() == from) {
     traffic_ += detail::send(group_, *pending, tensors, to, message_tag(tag));
   } else if (rank() == to) {

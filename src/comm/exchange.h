@@ -29,6 +29,9 @@
 #include "shardstep/process_group.h"
 
 namespace shardstep {
+namespace detail {
+class ConnectionWatch;
+}
 
 // Communication under way. It keeps the tensors alive; destroying it does not wait.
 class SHARDSTEP_API Pending {
@@ -147,6 +150,7 @@ class SHARDSTEP_API Exchange {
   int message_tag(MessageTag tag) const;
 
   ProcessGroupPtr group_;
+  std::shared_ptr<detail::ConnectionWatch> watch_;  // of messages; it ends before the group
   Traffic traffic_;
 
  private:

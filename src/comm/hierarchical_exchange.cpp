@@ -118,7 +118,7 @@ class HierarchicalExchange : public Exchange {
   using Chunk = std::vector<Errand>;
 
   HostSums& sums() {
-    if (!sums_) sums_ = std::make_unique<HostSums>(group_, shared_, traffic_);
+    if (!sums_) sums_ = std::make_unique<HostSums>(group_, watch_, shared_, traffic_);
     return *sums_;
   }
   std::vector<Errand> errands(size_t host, const Parts& bytes) const;
@@ -204,8 +204,8 @@ std::unique_ptr<Pending> HierarchicalExchange::all_gather(const Parts& parts, Me
   own.round = own.segment->publish(own.parts);
   auto sent = std::make_shared<PendingHostGather::Sent>();
   if (shared_->hosts().count() > 1) {
-    auto arriving = std::make_shared<PendingWorks>(group_);
-    auto leaving = std::make_shared<PendingWorks>(group_);
+    auto arriving = std::make_shared<PendingWorks>(group_, watch_);
+    auto leaving = std::make_shared<PendingWorks>(group_, watch_);
     received = begin_receiving(bytes, tag, *arriving);
     send_errands(bytes, *leaving, tag);
     if (!passing_on_) passing_on_ = std::make_unique<Worker>();
@@ -274,7 +274,7 @@ std::vector<std::unique_ptr<PendingWorks>> HierarchicalExchange::receive_chunks(
     const Parts& bytes, const std::vector<Chunk>& chunks) {
   std::vector<std::unique_ptr<PendingWorks>> arriving;
   for (const auto& chunk : chunks) {
-    auto& pending = *arriving.emplace_back(std::make_unique<PendingWorks>(group_));
+    auto& pending = *arriving.emplace_back(std::make_unique<PendingWorks>(group_, watch_));
     for (const auto& errand : chunk) {
       traffic_.bytes_received +=
           receive(group_, pending, range_of(bytes[errand.owner], errand.begin, errand.end),
@@ -308,7 +308,7 @@ void HierarchicalExchange::all_gather_and_wait(const std::vector<const Parts*>& 
     most = std::max(most, by_speaker.back().size());
   }
   const auto arriving = receive_chunks(bytes, by_speaker[shared_->rank()]);
-  PendingWorks leaving(group_);
+  PendingWorks leaving(group_, watch_);
   send_chunks(bytes, leaving);
   const bool alone = shared_->world_size() == 1;
   if (!alone && !ring_) ring_ = std::make_unique<PieceRing>(*shared_, SharedKey::kRing);
@@ -334,7 +334,7 @@ void HierarchicalExchange::all_gather_between_hosts(const std::vector<const Part
   at::NoGradGuard no_grad;
   const auto bytes = as_bytes(buckets, world_size());
   const auto arriving = receive_chunks(bytes, chunks(errands(shared_->host(), bytes), rank()));
-  PendingWorks leaving(group_);
+  PendingWorks leaving(group_, watch_);
   send_chunks(bytes, leaving);
   for (const auto& chunk : arriving) wait_or_give_up(*chunk);
   wait_or_give_up(leaving);

@@ -46,8 +46,10 @@ std::vector<Errand> errands_for(const Hosts& hosts, size_t host, const Parts& pa
 
 }  // namespace
 
-HostSums::HostSums(ProcessGroupPtr group, std::shared_ptr<SharedMemory> shared, Traffic& traffic)
+HostSums::HostSums(ProcessGroupPtr group, std::shared_ptr<ConnectionWatch> watch,
+                   std::shared_ptr<SharedMemory> shared, Traffic& traffic)
     : group_(std::move(group)),
+      watch_(std::move(watch)),
       shared_(std::move(shared)),
       traffic_(traffic),
       on_host_(*shared_, SharedKey::kSums) {}
@@ -111,7 +113,7 @@ std::shared_ptr<HostSum> HostSums::start(const Setting& setting, const Parts& pa
 void HostSums::receive_sums(HostSum& sum, const Setting& setting, const Parts& parts,
                             const at::Tensor& like) {
   const auto& hosts = shared_->hosts();
-  sum.arriving_ = std::make_shared<PendingWorks>(group_);
+  sum.arriving_ = std::make_shared<PendingWorks>(group_, watch_);
   sum.received_.resize(hosts.count());
   if (sum.own_numel_ == 0) return;
   const auto& wire = sum.options_.rounded_to;
@@ -156,7 +158,7 @@ bool HostSums::progress() {
 }
 
 void HostSums::send_spoken(HostSum& sum) {
-  auto sent = std::make_shared<PendingWorks>(group_);
+  auto sent = std::make_shared<PendingWorks>(group_, watch_);
   const auto& wire = sum.options_.rounded_to;
   std::vector<at::Tensor> memory;
   for (const auto& [owner, host_memory, sums] : sum.to_send_) {

@@ -67,7 +67,8 @@ class HostSum {
 
 class HostSums {
  public:
-  HostSums(ProcessGroupPtr group, std::shared_ptr<SharedMemory> shared, Traffic& traffic);
+  HostSums(ProcessGroupPtr group, std::shared_ptr<ConnectionWatch> watch,
+           std::shared_ptr<SharedMemory> shared, Traffic& traffic);
 
   struct Setting {
     MessageTag tag;
@@ -97,6 +98,7 @@ class HostSums {
   bool is_done(const HostSum& sum);
 
   ProcessGroupPtr group_;
+  std::shared_ptr<ConnectionWatch> watch_;
   std::shared_ptr<SharedMemory> shared_;
   Traffic& traffic_;
   PieceSums on_host_;

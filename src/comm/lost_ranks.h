@@ -1,6 +1,8 @@
 #pragma once
 
-// Which ranks a backend has lost, for its errors: Gloo's collectives do not say it.
+// Which ranks a backend has lost: Gloo's collectives do not say it in their errors, and may not
+// even end. Asking leaves a message of one byte to each rank that is still connected, so it is for
+// use after an error, or in a wait that takes seconds. Not collective.
 
 #include <string>
 
@@ -8,8 +10,13 @@
 
 namespace shardstep::detail {
 
-// "; lost the connection to rank 1, rank 2", or nothing if none is known. Only for use after an
-// error: it leaves a message of one byte to each rank that is still connected. Not collective.
+// Whether the group's backend knows. `group` may be null.
+bool can_ask_for_lost_ranks(const ProcessGroupPtr& group);
+
+// REQUIRES: can_ask_for_lost_ranks(group).
+bool is_connected(const ProcessGroupPtr& group, int peer);
+
+// "; lost the connection to rank 1, rank 2", or nothing if none is known.
 std::string lost_ranks(const ProcessGroupPtr& group);
 
 }  // namespace shardstep::detail

@@ -64,7 +64,7 @@ class PairwiseExchange : public Exchange {
   bool any_order() const override { return true; }
 
   std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag tag) override {
-    auto pending = std::make_unique<PendingWorks>(group_);
+    auto pending = std::make_unique<PendingWorks>(group_, watch_);
     for (int distance = 1; distance < world_size(); ++distance) {
       const int source = (rank() - distance + world_size()) % world_size();
       traffic_.bytes_received += receive(group_, *pending, parts[source], source, message_tag(tag));
@@ -103,7 +103,8 @@ class PairwiseExchange : public Exchange {
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override;
 
   Round start(const Parts& parts, MessageTag tag, std::optional<at::ScalarType> wire) {
-    Round round{std::make_shared<PendingWorks>(group_), parts[rank()], Parts(world_size()), {}};
+    Round round{
+        std::make_shared<PendingWorks>(group_, watch_), parts[rank()], Parts(world_size()), {}};
     const int64_t numel = numel_of(round.own);
     for (const auto& part : parts) round.bytes += bytes_of(part);
     for (int distance = 1; distance < world_size() && numel > 0; ++distance) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <cstring>
 
@@ -124,28 +125,38 @@ auto with_context(const char* verb, int peer, const std::string& who, const Grou
 
 void PendingWorks::wait() {
   SHARDSTEP_FAILURE_POINT("messages: waits");
+  if (watch_) watch_->watch(*this);
+  const auto unwatch = c10::make_scope_exit([this] {
+    if (watch_) watch_->unwatch(*this);
+  });
   for (auto& [work, verb, peer, arrived] : works_) {
     awaited_rank_ = peer;
     const auto group = [this] { return group_.lock(); };
-    with_context(verb, peer, who(rank_, world_size_), group, [this, &work = work] {
-      if (!aborted_) work->wait();
-      TORCH_CHECK(!aborted_, "shardstep: the exchange was destroyed");
+    with_context(verb, peer, who(rank_, world_size_), group, [&, &work = work] {
+      wait_for(*work, group());
       return true;
     });
     if (arrived) arrived();
+    ++arrived_;
   }
+  awaited_rank_ = -1;
   {
     const std::lock_guard lock(mutex_);
     works_.clear();
   }
-  awaited_rank_ = -1;
   record_current_streams(kept_);
   for (const auto& finish : finish_) finish();
 }
 
-void PendingWorks::abort() {
+void PendingWorks::wait_for(c10d::Work& work, const ProcessGroupPtr& group) {
+  if (end_ == End::kNone) watch_ ? void(work.wait()) : wait_for_collective(work, group);
+  TORCH_CHECK(end_ != End::kAborted, "shardstep: the exchange was destroyed");
+  TORCH_CHECK(end_ != End::kLost, "shardstep: lost the connection in the middle of a message");
+}
+
+void PendingWorks::end_wait(End why) {
   const std::lock_guard lock(mutex_);
-  aborted_ = true;
+  end_ = why;
   for (auto& item : works_) item.work->abort();
 }
 

@@ -5,9 +5,11 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <vector>
 
+#include "comm/connection_watch.h"
 #include "comm/exchange.h"
 
 namespace shardstep::detail {
@@ -19,8 +21,14 @@ constexpr int kAllRanks = -1;
 // when all have.
 class PendingWorks : public Pending {
  public:
-  explicit PendingWorks(const ProcessGroupPtr& group)
-      : rank_(group->getRank()), world_size_(group->getSize()), group_(group) {}
+  // `watch` ends waits for ranks that are gone. Null: the works are collectives, or of a backend
+  // that ends them itself.
+  explicit PendingWorks(const ProcessGroupPtr& group,
+                        std::shared_ptr<ConnectionWatch> watch = nullptr)
+      : rank_(group->getRank()),
+        world_size_(group->getSize()),
+        group_(group),
+        watch_(std::move(watch)) {}
 
   void add(c10::intrusive_ptr<c10d::Work> work, const char* verb, int peer,
            std::function<void()> arrived = {}) {
@@ -36,8 +44,12 @@ class PendingWorks : public Pending {
   void wait() override;
   // The rank for whose message wait(), in another thread, waits; -1 outside of it.
   int awaited_rank() const { return awaited_rank_; }
+  // How many works have arrived; for other threads too.
+  int64_t arrived() const { return arrived_; }
   // Makes wait(), in another thread, throw. What has not arrived will not.
-  void abort();
+  void abort() { end_wait(End::kAborted); }
+  // The same, because the awaited rank is gone.
+  void lose() { end_wait(End::kLost); }
 
  private:
   struct Item {
@@ -46,12 +58,19 @@ class PendingWorks : public Pending {
     int peer;
     std::function<void()> arrived;
   };
+  enum class End { kNone, kAborted, kLost };
+
+  void wait_for(c10d::Work& work, const ProcessGroupPtr& group);
+  void end_wait(End why);
+
   int rank_;
   int world_size_;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;  // this may outlive it in a Worker's thread
   std::mutex mutex_;  // held while works are aborted, and while they are released
   std::vector<Item> works_;
-  std::atomic<bool> aborted_{false};
+  std::shared_ptr<ConnectionWatch> watch_;
+  std::atomic<End> end_{End::kNone};
+  std::atomic<int64_t> arrived_{0};
   std::atomic<int> awaited_rank_{-1};
   std::vector<at::Tensor> kept_;
   std::vector<std::function<void()>> finish_;

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
 
@@ -15,6 +16,10 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
 
 // Whether the backend starts a message without waiting, and throws if the connection is closed.
 bool refuses_to_send_to_lost_ranks(c10d::Backend& backend);
+
+// Whether isCompleted() of a work says if it is, and wait() may be called again after a timeout: so
+// it is for Gloo's collectives, but not for its messages.
+bool reports_completion(c10d::Work& work);
 
 // Whether this build has NCCL and the machine has a GPU for it.
 bool nccl_is_usable();

@@ -21,4 +21,8 @@ bool refuses_to_send_to_lost_ranks(c10d::Backend& backend) {
   return dynamic_cast<c10d::ProcessGroupGloo*>(&backend) != nullptr;
 }
 
+bool reports_completion(c10d::Work& work) {
+  return dynamic_cast<c10d::ProcessGroupGloo::AsyncWork*>(&work) != nullptr;
+}
+
 }  // namespace shardstep::detail

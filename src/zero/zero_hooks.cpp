@@ -5,6 +5,7 @@
 
 #include <deque>
 
+#include "comm/connection_watch.h"
 #include "comm/exchange.h"
 #include "ddp/overlapped_step.h"
 #include "ddp/side_streams.h"
@@ -102,7 +103,9 @@ class ReductionToOwners {
       // Whoever uses the future's value waits for this stream.
       side_streams_.run(front.buffer.device(), [&] {
         if (front.to_owners) front.to_owners->wait();
-        for (const auto& work : front.works) work->wait();
+        for (const auto& work : front.works) {
+          detail::wait_for_collective(*work, zero_.process_group());
+        }
         SHARDSTEP_FAILURE_POINT("owners: reduced");
         front.future->markCompleted(front.buffer);
       });

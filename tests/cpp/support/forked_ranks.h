@@ -12,16 +12,17 @@
 #include <functional>
 
 #include "shardstep/process_group.h"
+#include "support/full_run.h"
 #include "support/torch.h"
 
 namespace shardstep::test {
 
-// Runs `body` in a forked process; returns its id.
+// Runs `body` in a forked process, for at most so many seconds, times patience(); returns its id.
 inline pid_t fork_process(const std::function<void()>& body, unsigned seconds = 60) {
   const bool failed_before = ::testing::Test::HasFailure();
   const pid_t pid = ::fork();
   if (pid != 0) return pid;
-  ::alarm(seconds);
+  ::alarm(patience() * seconds);
   int code = 0;
   try {
     body();

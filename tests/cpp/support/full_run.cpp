@@ -25,6 +25,14 @@ uint64_t seed() {
   return seed;
 }
 
+int patience() {
+  static const int patience = [] {
+    const char* const value = std::getenv("SHARDSTEP_PATIENCE");
+    return value && *value ? std::max(1, std::atoi(value)) : 1;
+  }();
+  return patience;
+}
+
 std::vector<int> sample(int size, int count) {
   std::vector<int> all(size);
   std::iota(all.begin(), all.end(), 0);

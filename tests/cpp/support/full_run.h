@@ -1,7 +1,7 @@
 #pragma once
 
-// Which tests a short run skips. `make test FULL=1` sets SHARDSTEP_FULL=1; SHARDSTEP_SEED, which
-// tools/run_tests.py prints, selects what a short run includes.
+// Which tests a short run skips, and how long tests wait. `make test FULL=1` sets SHARDSTEP_FULL=1;
+// SHARDSTEP_SEED, which tools/run_tests.py prints, selects what a short run includes.
 
 #include <cstdint>
 #include <vector>
@@ -10,6 +10,11 @@ namespace shardstep::test {
 
 bool full_run();
 uint64_t seed();
+
+// SHARDSTEP_PATIENCE, or 1: how many times longer than on a machine of their own tests may take.
+// tools/run_tests.py sets it for sanitizers. It scales limits on what a test takes, never the
+// timeouts that a test is about.
+int patience();
 
 // How many rounds of something random to run.
 inline int rounds(int short_run, int full) { return full_run() ? full : short_run; }

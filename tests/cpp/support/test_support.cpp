@@ -66,7 +66,7 @@ ProcessGroupPtr make_group(const c10::intrusive_ptr<c10d::Store>& store, int ran
 
 void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,
                std::chrono::seconds limit, std::chrono::milliseconds timeout) {
-  Watchdog watchdog(limit);
+  Watchdog watchdog(patience() * limit);
   auto store = c10::make_intrusive<c10d::HashStore>();
   store->setTimeout(timeout);
   std::mutex mutex;

@@ -12,15 +12,16 @@
 #include <vector>
 
 #include "shardstep/process_group.h"
+#include "support/full_run.h"
 
 namespace shardstep::test {
 
 // Runs body(group) on each rank, a thread per rank. Prints every exception that a rank let
 // through and rethrows the earliest, which is the cause of those that follow from it. A run that
-// takes longer than `limit` aborts the process with a message.
+// takes longer than `limit`, times patience(), aborts the process with a message.
 void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,
                std::chrono::seconds limit = std::chrono::seconds(120),
-               std::chrono::milliseconds timeout = std::chrono::seconds(30));
+               std::chrono::milliseconds timeout = patience() * std::chrono::seconds(30));
 
 // Names the host of each rank ("a,a,b") for groups that are made in its lifetime: ranks of
 // different hosts do not share memory. An empty string leaves them on one host.

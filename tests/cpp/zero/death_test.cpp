@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 
 #include <filesystem>
 #include <fstream>
@@ -168,10 +169,28 @@ class TrainingRun {
   std::unique_ptr<ZeroRedundancyOptimizer> zero_;
 };
 
+// A number that the ranks share.
+class SharedNumber {
+ public:
+  SharedNumber()
+      : memory_(::mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE,
+                       MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {
+    TORCH_CHECK(memory_ != MAP_FAILED, "mmap failed");
+    new (memory_) std::atomic<int>(0);
+  }
+  ~SharedNumber() { ::munmap(memory_, sizeof(std::atomic<int>)); }
+  SharedNumber(const SharedNumber&) = delete;
+  SharedNumber& operator=(const SharedNumber&) = delete;
+  std::atomic<int>& operator*() const { return *static_cast<std::atomic<int>*>(memory_); }
+
+ private:
+  void* memory_;
+};
+
 // What this process does at a point. Calls may come from any thread.
 struct AtPoints {
   std::string name;
-  std::atomic<int> left{0};  // it happens when this many more have been reached
+  std::atomic<int>* left = nullptr;  // it happens when this many more have been reached
   int signal = SIGKILL;
   std::mutex mutex;
   std::map<std::string, int> reached;
@@ -182,16 +201,22 @@ void on_point(const char* name) {
   if (at_points.name.empty()) {
     const std::lock_guard lock(at_points.mutex);
     ++at_points.reached[name];
-  } else if (at_points.name == name && --at_points.left == 0) {
+  } else if (at_points.name == name && --*at_points.left == 0) {
     ::kill(::getpid(), at_points.signal);
   }
 }
 
+constexpr int kNobody = -1;
+// The rank that reaches the point as number `occurrence` of all ranks.
+constexpr int kWhoever = -2;
+
 struct Failing {
-  int rank = -1;  // nobody
+  int rank = kNobody;
   std::string point;
   int occurrence = 1;
   int signal = SIGKILL;
+
+  bool may_be(int other) const { return rank == other || rank == kWhoever; }
 };
 
 // What became of one rank.
@@ -216,25 +241,35 @@ std::string text_of(const std::string& path) {
 
 using Body = std::function<std::string(const ProcessGroupPtr&)>;
 
-pid_t start_rank(int rank, const Failing& failing, const Body& body, const test::Folder& folder,
-                 std::chrono::milliseconds timeout, bool two_hosts) {
+struct RankSetting {
+  Failing failing;
+  std::atomic<int>* left;
+  std::chrono::milliseconds timeout;
+  bool two_hosts;
+};
+
+pid_t start_rank(int rank, const RankSetting& setting, const Body& body,
+                 const test::Folder& folder) {
+  const auto& failing = setting.failing;
   return test::fork_process(
       [&, rank] {
         const RankFiles files(folder, rank);
         // Two hosts, as far as the hierarchical exchange knows.
-        if (two_hosts) ::setenv("SHARDSTEP_TEST_HOSTS", "a,a,b", 1);
-        if (rank == failing.rank) {
+        if (setting.two_hosts) ::setenv("SHARDSTEP_TEST_HOSTS", "a,a,b", 1);
+        if (failing.may_be(rank)) {
           at_points.name = failing.point;
-          at_points.left = failing.occurrence;
+          at_points.left = setting.left;
           at_points.signal = failing.signal;
         }
-        if (failing.rank < 0 || rank == failing.rank) detail::on_failure_point = on_point;
+        if (failing.rank == kNobody || failing.may_be(rank)) detail::on_failure_point = on_point;
         std::string outcome;
         try {
-          const auto group =
+          // Never destroyed, like the default group: Gloo's threads are joined then, and one that
+          // is in the middle of a collective may wait until the timeout.
+          auto* const group = new ProcessGroupPtr(
               test::join_group(c10::make_intrusive<c10d::FileStore>(folder / "store", kDyingRanks),
-                               rank, kDyingRanks, timeout);
-          outcome = "done " + body(group);
+                               rank, kDyingRanks, setting.timeout));
+          outcome = "done " + body(*group);
         } catch (const std::exception& error) {
           outcome = c10::str("error ", error.what());
         }
@@ -251,10 +286,12 @@ pid_t start_rank(int rank, const Failing& failing, const Body& body, const test:
 std::vector<Fate> run_dying(const Failing& failing, const Body& body, const Way& way,
                             std::chrono::milliseconds timeout = kLongTimeout) {
   const test::Folder folder;
+  const SharedNumber left;
+  *left = failing.occurrence;
+  const RankSetting setting{failing, &*left, timeout, way.exchange == ExchangeKind::kHierarchical};
   std::vector<pid_t> pids;
   for (int rank = 0; rank < kDyingRanks; ++rank) {
-    const bool two_hosts = way.exchange == ExchangeKind::kHierarchical;
-    pids.push_back(start_rank(rank, failing, body, folder, timeout, two_hosts));
+    pids.push_back(start_rank(rank, setting, body, folder));
   }
   std::vector<Fate> fates(kDyingRanks);
   for (int left = kDyingRanks; left > 0; --left) {
@@ -331,8 +368,10 @@ struct Death {
 };
 
 std::string name_of(const Death& death) {
-  return c10::str(name_of(death.way), ": rank ", death.failing.rank, " at \"", death.failing.point,
-                  "\", time ", death.failing.occurrence);
+  const auto rank = death.failing.rank;
+  const auto who = rank == kWhoever ? "any rank" : c10::str("rank ", rank);
+  return c10::str(name_of(death.way), ": ", who, " at \"", death.failing.point, "\", time ",
+                  death.failing.occurrence);
 }
 
 // The ranks that an error names, besides "(rank r of w)", which says whose error it is.
@@ -366,13 +405,12 @@ void expect_named(const Way& way, int victim, const std::vector<Fate>& fates, in
       << "rank " << rank << ": " << outcome;
 }
 
-void expect_survivors_raise(const Death& death, const std::vector<Fate>& fates) {
-  const int victim = death.failing.rank;
+void expect_survivors_raise(const Death& death, const std::vector<Fate>& fates, int victim) {
   for (int rank = 0; rank < kDyingRanks; ++rank) {
     if (rank == victim) continue;
     const auto& [status, ended, outcome, reached] = fates[rank];
     EXPECT_EQ(status, 0) << "rank " << rank;
-    EXPECT_LT(ended - fates[victim].ended, kPromised) << "rank " << rank;
+    EXPECT_LT(ended - fates[victim].ended, test::patience() * kPromised) << "rank " << rank;
     // Who needed nothing more of it is done.
     if (outcome == reference_of(death.way).outcome) continue;
     EXPECT_TRUE(outcome.starts_with("error ")) << "rank " << rank << ": " << outcome;
@@ -388,35 +426,39 @@ void expect_new_run_goes_on(const Way& way, const std::string& directory) {
   EXPECT_EQ(test::names_in(directory).size(), 1 + kDyingRanks);
 }
 
-// False if nobody died: who makes a segment and who opens it is a race, so a rank may reach a point
-// less often than in the reference.
-bool die(const Death& death) {
+void die(const Death& death) {
   SCOPED_TRACE(name_of(death));
   const test::Folder folder;
   const auto directory = folder / "checkpoint";
   const auto fates = run_dying(death.failing, training(death.way, directory), death.way);
-  const int status = fates[death.failing.rank].status;
-  if (status == 0 && fates[death.failing.rank].outcome.starts_with("done ")) {
-    expect_done(fates);
-    return false;
+  std::vector<int> victims;
+  for (int rank = 0; rank < kDyingRanks; ++rank) {
+    const int status = fates[rank].status;
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) victims.push_back(rank);
   }
-  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
-  expect_survivors_raise(death, fates);
+  ASSERT_EQ(victims.size(), 1u) << "the point was not reached, or a rank was killed by others";
+  EXPECT_TRUE(death.failing.may_be(victims[0])) << victims[0];
+  expect_survivors_raise(death, fates, victims[0]);
   EXPECT_EQ(named_segments(), std::vector<std::string>{});
   expect_new_run_goes_on(death.way, directory);
-  return true;
 }
+
+// Which rank makes a segment and which open it is a race; how many there are is not.
+bool is_decided_by_a_race(const std::string& point) { return point.starts_with("segment: "); }
 
 // Each point x way x rank; the first time that it is reached and the last.
 std::vector<Death> all_deaths() {
   std::vector<Death> deaths;
   for (const auto& way : all_trainings()) {
-    const auto& reference = reference_of(way);
+    std::map<std::pair<std::string, int>, int> counts;
     for (int rank = 0; rank < kDyingRanks; ++rank) {
-      for (const auto& [point, count] : reference.reached[rank]) {
-        deaths.push_back({way, {rank, point, 1}});
-        if (count > 1) deaths.push_back({way, {rank, point, count}});
+      for (const auto& [point, count] : reference_of(way).reached[rank]) {
+        counts[{point, is_decided_by_a_race(point) ? kWhoever : rank}] += count;
       }
+    }
+    for (const auto& [where, count] : counts) {
+      deaths.push_back({way, {where.second, where.first, 1}});
+      if (count > 1) deaths.push_back({way, {where.second, where.first, count}});
     }
   }
   return deaths;
@@ -436,27 +478,26 @@ TEST(Death, EveryPointIsReached) {
 
 TEST(Death, AtEachPointTheOthersRaiseAndANewRunGoesOn) {
   const auto deaths = all_deaths();
-  int killed = 0, spared = 0;
+  int killed = 0;
   // SHARDSTEP_DEATHS="stage 2, native: rank 0" chooses those whose name contains that.
   const char* const chosen = std::getenv("SHARDSTEP_DEATHS");
   for (const auto& death : chosen ? deaths : test::sample(deaths, 3)) {
     if (chosen && name_of(death).find(chosen) == std::string::npos) continue;
-    ++(die(death) ? killed : spared);
+    die(death);
+    ++killed;
   }
-  EXPECT_LE(spared, 2 + killed / 20);
-  std::printf("killed at %d of %zu points x exchanges x ranks; %d were not reached\n", killed,
-              deaths.size(), spared);
+  std::printf("killed at %d of %zu points x exchanges x ranks x times\n", killed, deaths.size());
 }
 
 const std::vector<ExchangeKind> kExchanges{ExchangeKind::kSharedMemory, ExchangeKind::kPairwise,
                                            ExchangeKind::kNative, ExchangeKind::kHierarchical};
 
-void stop_for_longer_than_the_timeout(ExchangeKind exchange) {
+void stop_for_longer_than_the_timeout(ExchangeKind exchange, int rank_that_stops) {
   const Way way{Training::kStage2, exchange};
   SCOPED_TRACE(name_of(way));
   const test::Folder folder;
   const auto directory = folder / "checkpoint";
-  const Failing failing{1, "step: updated", 2, SIGSTOP};
+  const Failing failing{rank_that_stops, "step: updated", 2, SIGSTOP};
   const auto fates = run_dying(failing, training(way, directory), way, std::chrono::seconds(2));
   for (int rank = 0; rank < kDyingRanks; ++rank) {
     EXPECT_EQ(fates[rank].status, 0) << "rank " << rank;
@@ -486,14 +527,19 @@ void leave_by_an_exception(ExchangeKind exchange) {
   EXPECT_EQ(fates[1].outcome, "error no more data");
   for (int rank : {0, 2}) {
     EXPECT_TRUE(fates[rank].outcome.starts_with("error ")) << fates[rank].outcome;
-    EXPECT_LT(fates[rank].ended - fates[1].ended, kPromised);
+    EXPECT_LT(fates[rank].ended - fates[1].ended, test::patience() * kPromised);
     expect_named(way, 1, fates, rank);
   }
   expect_new_run_goes_on(way, directory);
 }
 
 TEST(Death, ARankThatIsStoppedForLongerThanTheTimeoutIsAnErrorOnAll) {
-  for (auto exchange : test::sample(kExchanges, 1)) stop_for_longer_than_the_timeout(exchange);
+  for (auto exchange : test::sample(kExchanges, 1)) stop_for_longer_than_the_timeout(exchange, 1);
+}
+
+// As after a power cut, nothing closes its connections. Rank 2 is alone on its host.
+TEST(Death, AHostThatFallsSilentIsAnErrorOnTheOthersAtTheTimeout) {
+  stop_for_longer_than_the_timeout(ExchangeKind::kHierarchical, 2);
 }
 
 TEST(Death, ARankThatLeavesByAnExceptionIsAnErrorOnTheOthers) {
