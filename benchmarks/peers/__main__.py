@@ -276,7 +276,7 @@ def write(
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(contents, indent=1) + "\n")
     progress(f"peers: wrote {arguments.json}")
-    if tables:
+    if tables and arguments.trials is None:
         report.plot(tables, arguments.plot)
         progress(f"peers: wrote {arguments.plot}")
 
