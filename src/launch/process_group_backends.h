@@ -19,7 +19,7 @@ bool refuses_to_send_to_lost_ranks(c10d::Backend& backend);
 // Whether this build has NCCL and the machine has a GPU for it.
 bool nccl_is_usable();
 
-// Throws if this build has no NCCL.
+// Throws unless nccl_is_usable().
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout);
