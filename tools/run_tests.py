@@ -45,10 +45,6 @@ PATIENCE = {"address": 3, "thread": 10}
 THREAD_SAMPLE = {"zero_test": 3, "ddp_test": 2}
 
 
-def time_limit() -> int:
-    return TIME_LIMIT * int(os.environ.get("SHARDSTEP_PATIENCE") or 1)
-
-
 @dataclasses.dataclass
 class Job:
     """A process that runs tests and writes a JUnit report."""
@@ -62,7 +58,7 @@ class Job:
     seconds: float = 0.0
     _process: subprocess.Popen[bytes] | None = None
 
-    def run(self) -> "Job":
+    def run(self, limit: float) -> "Job":
         self.report.unlink(missing_ok=True)
         began = time.monotonic()
         log = self.report.with_suffix(".log")
@@ -77,11 +73,11 @@ class Job:
             )
         too_long = ""
         try:
-            self._process.wait(timeout=time_limit())
+            self._process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
-            too_long = f"\n{self.name} did not end within {time_limit()} s"
+            too_long = f"\n{self.name} did not end within {limit:.0f} s"
         self.output = log.read_text(errors="replace") + too_long
         self.code, self.seconds = self._process.returncode, time.monotonic() - began
         return self
@@ -230,10 +226,11 @@ def device_job(reports: Path, jobs: int, device: str, sample: int | None) -> Job
     return Job(f"pytest on {device}", [*pytest, *workers], report, variables)
 
 
-def run_all(jobs: list[Job], at_once: int, results: Results) -> None:
+def run_all(jobs: list[Job], at_once: int, limit: float, results: Results) -> None:
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        running = [pool.submit(job.run, limit) for job in jobs]
         try:
-            for future in concurrent.futures.as_completed([pool.submit(job.run) for job in jobs]):
+            for future in concurrent.futures.as_completed(running):
                 results.add(future.result())
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -253,6 +250,7 @@ def main() -> int:
     parser.add_argument("--layer", default="", help="run only the C++ tests of this layer of src/")
     parser.add_argument("--gtest-filter", help="run only these C++ tests")
     parser.add_argument("--sanitizer", choices=SANITIZERS, help="what the binaries are built with")
+    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds per process, times SHARDSTEP_PATIENCE")
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="list the slowest N")
     arguments = parser.parse_args()
     build = arguments.build.resolve()
@@ -261,6 +259,7 @@ def main() -> int:
     seed = os.environ.setdefault("SHARDSTEP_SEED", str(random.randrange(1 << 31)))
     os.environ.update(SANITIZERS.get(arguments.sanitizer, {}))
     os.environ.setdefault("SHARDSTEP_PATIENCE", str(PATIENCE.get(arguments.sanitizer, 1)))
+    arguments.limit *= int(os.environ["SHARDSTEP_PATIENCE"])
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTEP_BUILD_DIR=str(build), GTEST_COLOR="no")
     print(f"{'all tests' if FULL else 'a short run'}; SHARDSTEP_SEED={seed} repeats its choices")
     print(f"to look on: tail -f {os.path.relpath(reports)}/*.log", flush=True)
@@ -268,7 +267,7 @@ def main() -> int:
     results = Results()
     if arguments.device != "cpu":
         jobs = device_jobs(build, reports, arguments.jobs, arguments.device)
-        run_all(jobs, arguments.jobs, results)
+        run_all(jobs, arguments.jobs, arguments.limit, results)
         return results.conclude(arguments.slowest)
     with_python = not arguments.cpp_only and not arguments.layer
     jobs = cpp_jobs(build, reports, arguments)
@@ -288,7 +287,8 @@ def main() -> int:
         ]
     # More jobs than processors, because ranks often wait for each other; pytest has workers of its
     # own.
-    run_all(jobs, arguments.jobs + 1 if with_python else 2 * arguments.jobs, results)
+    at_once = arguments.jobs + 1 if with_python else 2 * arguments.jobs
+    run_all(jobs, at_once, arguments.limit, results)
     return results.conclude(arguments.slowest)
 
 

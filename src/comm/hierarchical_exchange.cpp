@@ -382,7 +382,7 @@ void HierarchicalExchange::all_gather_between_hosts(const std::vector<const Part
   const auto bytes = as_bytes(buckets, world_size());
   const auto tag = MessageTag::bucket(0);
   const auto arriving = receive_chunks(bytes, chunks(errands(shared_->host(), bytes), rank()), tag);
-  PendingWorks leaving(group_);
+  PendingWorks leaving(group_, watch_);
   send_chunks(bytes, leaving, tag);
   for (const auto& chunk : arriving) wait_or_give_up(*chunk);
   wait_or_give_up(leaving);

@@ -24,7 +24,7 @@ bool reports_completion(c10d::Work& work);
 // Whether this build has NCCL and the machine has a GPU for it.
 bool nccl_is_usable();
 
-// Throws if this build has no NCCL.
+// Throws unless nccl_is_usable().
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout);

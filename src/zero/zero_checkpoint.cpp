@@ -21,7 +21,8 @@ namespace {
 // torch's default generators, by device type: the CPU's and the current accelerator's.
 std::map<std::string, at::Generator> generators() {
   std::map<std::string, at::Generator> generators{{"cpu", at::detail::getDefaultCPUGenerator()}};
-  if (const auto type = at::getAccelerator()) {
+  // A CUDA build of torch names CUDA where there is no GPU too, and could not name a current one.
+  if (const auto type = at::getAccelerator(); type && at::accelerator::deviceCount() > 0) {
     const auto device = c10::impl::VirtualGuardImpl(*type).getDevice();
     generators.emplace(c10::DeviceTypeName(*type, /*lower_case=*/true),
                        at::globalContext().defaultGenerator(device));

@@ -94,3 +94,10 @@ def test_every_source_is_listed(name):
 def test_the_folders_of_the_cpp_tests_are_layers():
     folders = {path.name for path in (ROOT / "tests" / "cpp").iterdir() if path.is_dir()}
     assert folders - {"support", "sim_device", "fuzz"} <= set(LAYERS)
+
+
+def test_one_header_looks_at_torchs_version():
+    folders = [ROOT / name for name in ("src", "include", "python/csrc", "tests")]
+    code = [path for folder in folders for path in code_under(folder)]
+    found = [path for path in code if re.search(r"#\s*\w*if.*TORCH_VERSION", path.read_text())]
+    assert found == [SOURCES / "torch_versions.h"]

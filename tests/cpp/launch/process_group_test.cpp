@@ -59,12 +59,20 @@ TEST(ProcessGroup, RefusesImpossibleArguments) {
 }
 
 TEST(ProcessGroup, NcclWhereAbsentIsAClearError) {
-  if (at::hasCUDA()) GTEST_SKIP() << "this libtorch has CUDA";
+  if (at::hasCUDA()) GTEST_SKIP() << "there is a GPU";
   test::run_ranks(1, [](const ProcessGroupPtr& group) {
     auto message = message_of<c10::ValueError>(
         [&] { make_process_group(group->getStore(), 0, 1, gloo().backend("nccl")); });
-    EXPECT_NE(message.find("got \"nccl\""), std::string::npos) << message;
+    EXPECT_NE(message.find("expected backend \"gloo\", got \"nccl\""), std::string::npos)
+        << message;
+    EXPECT_NE(message.find("(rank 0 of 1)"), std::string::npos) << message;
   });
+}
+
+TEST(ProcessGroup, WithoutNcclTheDefaultIsGloo) {
+  if (at::hasCUDA()) GTEST_SKIP() << "there is a GPU";
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_EQ(sum_over(make_process_group(store, 0, 1, gloo().backend("")), 3.0), 3.0);
 }
 
 TEST(ProcessGroup, TimeoutRaises) {
