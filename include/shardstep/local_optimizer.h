@@ -26,9 +26,6 @@ struct LocalOptimizer {
   // Whether an element's update depends on nothing but that element's gradient and state, so that
   // the optimizer may run on a part of a parameter.
   bool elementwise = false;
-  // Whether several steps, each with the gradients of other parameters, are the same as one with
-  // all of them. Stage 2 then sends some parameters while the next are updated.
-  bool steps_in_shares = false;
   // What the update of a parameter costs, which sharding by parameter divides evenly among the
   // ranks. Unset: the number of elements, as torch's ZeroRedundancyOptimizer does.
   std::function<double(const at::Tensor&)> cost;

@@ -315,7 +315,6 @@ void bind_engine(py::module_& module) {
              lend_gradients(engine, has);
            }))
       .def("before_step", wrap_pybind_function_no_gil([](ShardEngine& e) { e.before_step(); }))
-      .def("next_share", wrap_pybind_function_no_gil([](ShardEngine& e) { return e.next_share(); }))
       .def("fail_step", wrap_pybind_function_no_gil([](ShardEngine& e, const std::string& message) {
              e.fail_step(std::make_exception_ptr(std::runtime_error(message)));
            }))

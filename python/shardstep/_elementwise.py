@@ -3,8 +3,6 @@
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardstep import _C
 from shardstep._param_groups import name_of, unwrapped
@@ -18,22 +16,6 @@ def is_known_elementwise(optimizer_class: Any) -> bool:
     cls, _ = unwrapped(optimizer_class)
     name = name_of(cls)
     return getattr(torch.optim, name, None) is cls and _C.is_known_elementwise(name)
-
-
-def steps_in_shares(optimizer: Optimizer) -> bool:
-    """Whether several steps, each with the gradients of other parameters, are the same as one.
-
-    All that torch's element-wise classes keep belongs to a parameter; but someone may watch or have
-    replaced step().
-    """
-    watched = (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or "step" in vars(optimizer)
-    )
-    return not watched and is_known_elementwise(type(optimizer))
 
 
 def check_optimizer_class(optimizer_class: Any, sharding: str, elementwise: bool) -> None:

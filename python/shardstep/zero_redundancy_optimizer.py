@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from shardstep._C import Checkpointer, ShardEngine, UpdateTimer
 from shardstep._checkpoint import CheckpointMethods, finish
 from shardstep._cost import Cost
-from shardstep._elementwise import steps_in_shares
 from shardstep._errors import telling_every_rank, where
 from shardstep._forward_overlap import Arrivals, wait_in
 from shardstep._gradients import announce
@@ -315,12 +314,7 @@ class ZeroRedundancyOptimizer(
             self._take_gradients(first=True)
         if closure is None:
             with UpdateTimer(self.engine):
-                if gradients is None and not kwargs and steps_in_shares(self.optim):
-                    loss = None
-                    while self.engine.next_share():
-                        self.optim.step()
-                else:
-                    loss = self.optim.step(**kwargs)
+                loss = self.optim.step(**kwargs)
         else:
             first = True
 

@@ -22,10 +22,6 @@ at::Tensor Exchange::make_shared(int64_t, const at::TensorOptions&) {
 }
 
 void Exchange::all_gather_and_wait(const std::vector<const Parts*>& buckets) {
-  if (const auto gather = begin_gather()) {
-    gather->add(buckets);
-    return gather->finish();
-  }
   std::vector<std::unique_ptr<Pending>> pending;
   for (size_t b = 0; b < buckets.size(); ++b) {
     pending.push_back(all_gather(*buckets[b], MessageTag::bucket(static_cast<int64_t>(b))));

@@ -61,17 +61,6 @@ struct Traffic {
   }
 };
 
-// Copies parts[r] from rank r to every rank, for buckets that are added one after the other. Each
-// rank makes the same adds, in the same order. Destroying it does not wait.
-class SHARDSTEP_API GrowingGather {
- public:
-  virtual ~GrowingGather() = default;
-  // Starts to send what this rank owns of these buckets, and to receive the rest. Returns at once.
-  virtual void add(const std::vector<const Parts*>& buckets) = 0;
-  // Returns when everything has arrived; throws as Pending::wait does. Call it once.
-  virtual void finish() = 0;
-};
-
 struct ReductionOptions {
   std::vector<int64_t> numel;  // how many elements each rank owns
   at::TensorOptions tensor;    // dtype and device of the sum
@@ -113,10 +102,6 @@ class SHARDSTEP_API Exchange {
 
   // The same for several buckets, and waits. All ranks pass the same number of buckets.
   virtual void all_gather_and_wait(const std::vector<const Parts*>& buckets);
-
-  // A gather that makes progress while this rank does something else; null if a gather needs all
-  // ranks of a host to work on it at the same time, so that there is nothing to gain.
-  virtual std::unique_ptr<GrowingGather> begin_gather() { return nullptr; }
 
   // Sums parts[r] of all ranks on rank r, in its parts[r], and divides by `divisor`.
   // REQUIRES: parts of one dtype.

@@ -82,7 +82,7 @@ class HierarchicalExchange : public Exchange {
   bool shares_memory() const override { return true; }
 
   std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag tag) override;
-  std::unique_ptr<GrowingGather> begin_gather() override;
+  void all_gather_and_wait(const std::vector<const Parts*>& buckets) override;
   void all_gather_between_hosts(const std::vector<const Parts*>& buckets) override;
 
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
@@ -116,7 +116,6 @@ class HierarchicalExchange : public Exchange {
   // What a rank receives at a time; the next part arrives while one is passed on.
   static constexpr int64_t kChunkBytes = 8 << 20;
   using Chunk = std::vector<Errand>;
-  class HostGather;
 
   HostSums& sums() {
     if (!sums_) sums_ = std::make_unique<HostSums>(group_, watch_, shared_, traffic_);
@@ -125,10 +124,9 @@ class HierarchicalExchange : public Exchange {
   std::vector<Errand> errands(size_t host, const Parts& bytes) const;
   std::vector<Chunk> chunks(const std::vector<Errand>& errands, int speaker) const;
   void send_errands(const Parts& bytes, PendingWorks& pending, MessageTag tag);
-  void send_chunks(const Parts& bytes, PendingWorks& pending, MessageTag tag);
+  void send_chunks(const Parts& bytes, PendingWorks& pending);
   std::vector<std::unique_ptr<PendingWorks>> receive_chunks(const Parts& bytes,
-                                                            const std::vector<Chunk>& chunks,
-                                                            MessageTag tag);
+                                                            const std::vector<Chunk>& chunks);
   void wait_or_give_up(Pending& pending);
   Parts on_host(const Parts& bytes) const;
   PendingHostGather::Stage begin_receiving(const Parts& bytes, MessageTag tag,
@@ -249,7 +247,7 @@ std::vector<HierarchicalExchange::Chunk> HierarchicalExchange::chunks(
   return chunks;
 }
 
-void HierarchicalExchange::send_chunks(const Parts& bytes, PendingWorks& pending, MessageTag tag) {
+void HierarchicalExchange::send_chunks(const Parts& bytes, PendingWorks& pending) {
   std::vector<std::vector<Chunk>> by_speaker;
   size_t most = 0;
   for (size_t host = 0; host < shared_->hosts().count(); ++host) {
@@ -266,21 +264,21 @@ void HierarchicalExchange::send_chunks(const Parts& bytes, PendingWorks& pending
       for (const auto& errand : chunks[c]) {
         if (errand.owner != rank()) continue;
         traffic_ += send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end),
-                         errand.speaker, message_tag(tag));
+                         errand.speaker, message_tag(MessageTag::bucket(0)));
       }
     }
   }
 }
 
 std::vector<std::unique_ptr<PendingWorks>> HierarchicalExchange::receive_chunks(
-    const Parts& bytes, const std::vector<Chunk>& chunks, MessageTag tag) {
+    const Parts& bytes, const std::vector<Chunk>& chunks) {
   std::vector<std::unique_ptr<PendingWorks>> arriving;
   for (const auto& chunk : chunks) {
     auto& pending = *arriving.emplace_back(std::make_unique<PendingWorks>(group_, watch_));
     for (const auto& errand : chunk) {
       traffic_.bytes_received +=
           receive(group_, pending, range_of(bytes[errand.owner], errand.begin, errand.end),
-                  errand.owner, message_tag(tag));
+                  errand.owner, message_tag(MessageTag::bucket(0)));
     }
   }
   return arriving;
@@ -296,94 +294,48 @@ void HierarchicalExchange::wait_or_give_up(Pending& pending) {
   }
 }
 
-// Messages between hosts start when buckets are added; what ranks of this host own, and what has
-// arrived, goes through the ring in finish().
-class HierarchicalExchange::HostGather : public GrowingGather {
- public:
-  explicit HostGather(HierarchicalExchange& exchange)
-      : exchange_(exchange), leaving_(exchange.group_, exchange.watch_) {}
-
-  void add(const std::vector<const Parts*>& buckets) override {
-    at::NoGradGuard no_grad;
-    const auto tag = MessageTag::bucket(static_cast<int64_t>(added_.size()));
-    auto& [bytes, by_speaker, arriving] = added_.emplace_back();
-    bytes = as_bytes(buckets, exchange_.world_size());
-    const auto of_host = exchange_.errands(exchange_.shared_->host(), bytes);
-    for (int speaker : exchange_.shared_->group_ranks()) {
-      by_speaker.push_back(exchange_.chunks(of_host, speaker));
-    }
-    arriving = exchange_.receive_chunks(bytes, by_speaker[exchange_.shared_->rank()], tag);
-    exchange_.send_chunks(bytes, leaving_, tag);
+void HierarchicalExchange::all_gather_and_wait(const std::vector<const Parts*>& buckets) {
+  at::NoGradGuard no_grad;
+  const auto bytes = as_bytes(buckets, world_size());
+  if (std::all_of(bytes.begin(), bytes.end(), [](const auto& part) { return part.empty(); })) {
+    return;
   }
-
-  void finish() override {
-    at::NoGradGuard no_grad;
-    if (exchange_.shared_->world_size() > 1) spread_own();
-    for (const auto& added : added_) pass_on(added);
-    exchange_.wait_or_give_up(leaving_);
+  const auto of_host = errands(shared_->host(), bytes);
+  std::vector<std::vector<Chunk>> by_speaker;
+  size_t most = 0;
+  for (int speaker : shared_->group_ranks()) {
+    by_speaker.push_back(chunks(of_host, speaker));
+    most = std::max(most, by_speaker.back().size());
   }
-
- private:
-  struct Added {
-    Parts bytes;
-    std::vector<std::vector<Chunk>> by_speaker;           // of this host
-    std::vector<std::unique_ptr<PendingWorks>> arriving;  // what this rank speaks for, by chunk
-  };
-
-  PieceRing& ring() {
-    auto& ring = exchange_.ring_;
-    if (!ring) ring = std::make_unique<PieceRing>(*exchange_.shared_, SharedKey::kRing);
-    return *ring;
-  }
-
-  void spread_own() {
-    std::vector<Parts> own;
-    bool any = false;
-    for (const auto& added : added_) {
-      own.push_back(exchange_.on_host(added.bytes));
-      for (const auto& part : added.bytes) any = any || !part.empty();
-    }
-    if (!any) return;
-    std::vector<const Parts*> buckets;
-    for (const auto& parts : own) buckets.push_back(&parts);
-    ring().all_gather(buckets);
-  }
-
-  void pass_on(const Added& added) {
-    size_t most = 0;
-    for (const auto& chunks : added.by_speaker) most = std::max(most, chunks.size());
-    for (size_t c = 0; c < most; ++c) {
-      if (c < added.arriving.size()) exchange_.wait_or_give_up(*added.arriving[c]);
-      if (exchange_.shared_->world_size() == 1) continue;
-      Parts passed_on;
-      for (const auto& chunks : added.by_speaker) {
-        auto& parts = passed_on.emplace_back();
-        if (c >= chunks.size()) continue;
-        for (const auto& errand : chunks[c]) {
-          const auto range = range_of(added.bytes[errand.owner], errand.begin, errand.end);
-          parts.insert(parts.end(), range.begin(), range.end());
-        }
+  const auto arriving = receive_chunks(bytes, by_speaker[shared_->rank()]);
+  PendingWorks leaving(group_, watch_);
+  send_chunks(bytes, leaving);
+  const bool alone = shared_->world_size() == 1;
+  if (!alone && !ring_) ring_ = std::make_unique<PieceRing>(*shared_, SharedKey::kRing);
+  const auto own = on_host(bytes);
+  if (!alone) ring_->all_gather({&own});
+  for (size_t c = 0; c < most; ++c) {
+    if (c < arriving.size()) wait_or_give_up(*arriving[c]);
+    Parts passed_on;
+    for (const auto& chunks : by_speaker) {
+      auto& parts = passed_on.emplace_back();
+      if (c >= chunks.size()) continue;
+      for (const auto& errand : chunks[c]) {
+        const auto range = range_of(bytes[errand.owner], errand.begin, errand.end);
+        parts.insert(parts.end(), range.begin(), range.end());
       }
-      ring().all_gather({&passed_on});
     }
+    if (!alone) ring_->all_gather({&passed_on});
   }
-
-  HierarchicalExchange& exchange_;
-  std::vector<Added> added_;
-  PendingWorks leaving_;
-};
-
-std::unique_ptr<GrowingGather> HierarchicalExchange::begin_gather() {
-  return std::make_unique<HostGather>(*this);
+  wait_or_give_up(leaving);
 }
 
 void HierarchicalExchange::all_gather_between_hosts(const std::vector<const Parts*>& buckets) {
   at::NoGradGuard no_grad;
   const auto bytes = as_bytes(buckets, world_size());
-  const auto tag = MessageTag::bucket(0);
-  const auto arriving = receive_chunks(bytes, chunks(errands(shared_->host(), bytes), rank()), tag);
+  const auto arriving = receive_chunks(bytes, chunks(errands(shared_->host(), bytes), rank()));
   PendingWorks leaving(group_, watch_);
-  send_chunks(bytes, leaving, tag);
+  send_chunks(bytes, leaving);
   for (const auto& chunk : arriving) wait_or_give_up(*chunk);
   wait_or_give_up(leaving);
 }

@@ -29,6 +29,7 @@ enum class ControlMessage : int {
   kStepOutcome,
   kStateSizes,
   kStateCatalogues,
+  kArrival,
   kFirstProbe,  // of what a backend can do
   kSecondProbe,
 };

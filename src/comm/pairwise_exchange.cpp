@@ -78,7 +78,16 @@ class PairwiseExchange : public Exchange {
     return pending;
   }
 
-  std::unique_ptr<GrowingGather> begin_gather() override;
+  // As one bucket, so that the small parts of all of them travel together.
+  void all_gather_and_wait(const std::vector<const Parts*>& buckets) override {
+    Parts all(world_size());
+    for (const auto* parts : buckets) {
+      for (int owner = 0; owner < world_size(); ++owner) {
+        all[owner].insert(all[owner].end(), (*parts)[owner].begin(), (*parts)[owner].end());
+      }
+    }
+    all_gather(all, MessageTag::bucket(0))->wait();
+  }
 
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
                                           double divisor) override {
@@ -214,37 +223,6 @@ class PairwiseReduction : public Reduction {
   std::unique_ptr<Round> small_round_;  // that is added up in finish()
   std::future<double> added_up_;
 };
-
-class PairwiseGather : public GrowingGather {
- public:
-  PairwiseGather(PairwiseExchange& exchange, int world_size)
-      : exchange_(exchange), world_size_(world_size) {}
-
-  // As one bucket, so that the small parts of all of them travel together.
-  void add(const std::vector<const Parts*>& buckets) override {
-    Parts all(world_size_);
-    for (const auto* parts : buckets) {
-      for (int owner = 0; owner < world_size_; ++owner) {
-        all[owner].insert(all[owner].end(), (*parts)[owner].begin(), (*parts)[owner].end());
-      }
-    }
-    const auto tag = MessageTag::bucket(static_cast<int64_t>(arriving_.size()));
-    arriving_.push_back(exchange_.all_gather(all, tag));
-  }
-
-  void finish() override {
-    for (const auto& pending : arriving_) pending->wait();
-  }
-
- private:
-  PairwiseExchange& exchange_;
-  int world_size_;
-  std::vector<std::unique_ptr<Pending>> arriving_;
-};
-
-std::unique_ptr<GrowingGather> PairwiseExchange::begin_gather() {
-  return std::make_unique<PairwiseGather>(*this, world_size());
-}
 
 std::unique_ptr<Reduction> PairwiseExchange::make_reduction(const ReductionOptions& options) {
   return std::make_unique<PairwiseReduction>(*this, rank(), options);

@@ -199,7 +199,6 @@ LocalOptimizer named_optimizer(const std::string& name, const Options& defaults,
                                Fields<Options> options_fields, Fields<ParamState> state_fields) {
   auto local = detail::base_optimizer<Optimizer, Options>(defaults, name);
   local.elementwise = is_known_elementwise(name);
-  local.steps_in_shares = true;  // all that these keep belongs to a parameter
   auto options = std::make_shared<const Fields<Options>>(std::move(options_fields));
   auto state = std::make_shared<const Fields<ParamState>>(std::move(state_fields));
   local.read_options = [name, options](const torch_optim::OptimizerOptions& from) {

@@ -111,13 +111,6 @@ class SHARDSTEP_API ShardEngine {
   // Writes the float32 copies that the local optimizer has updated, rounded, into their parameters.
   // after_step and after_partial_step do it too.
   void round_copies() { wide_.round(); }
-  // Lets the update be made in shares, so that one is sent while the next is updated:
-  //   while (engine.next_share()) optimizer.step();
-  // Each call gives the local parameters the gradients of the next share alone, and starts to send
-  // the one before. REQUIRES: an optimizer for which several steps, each with the gradients of
-  // other parameters, are the same as one with all of them. Other ranks may update everything at
-  // once.
-  bool next_share();
   // Sends what this rank owns to every other and receives the rest. Throws if another rank's update
   // has thrown; with overlap_forward wait() does. Collective.
   void after_step();
@@ -173,6 +166,10 @@ class SHARDSTEP_API ShardEngine {
   int world_size() const { return group_->getSize(); }
   const EngineOptions& options() const { return options_; }
   int stage() const { return options_.stage2 ? 2 : 1; }
+  // Returns when all ranks have called it. Meanwhile this rank does for their backward passes what
+  // they wait for, which it would not while it waits in a collective of c10d: call it before one.
+  // Collective.
+  void await_ranks() const;
   // Throws ValueError in stage 1, naming what was called.
   void check_stage_2(const char* what) const;
   // Null in a group of one.
@@ -213,13 +210,11 @@ class SHARDSTEP_API ShardEngine {
   void build_new_buckets();
   void reduce_new_buckets(size_t first);
   void set_whole_gradients();
-  void set_reduced_gradients(std::optional<size_t> share = std::nullopt);
+  void set_reduced_gradients();
   // Ends the rounds of stage 2, if any, and compares the parameters across ranks.
   void compare();
   // Hands gradients to the local parameters.
   void take_gradients();
-  void divide_into_shares();
-  void send_shares(size_t end, const Parts* outcome = nullptr);
   void send_params(const std::exception_ptr& error);
   void hear_outcome();
   void await_bucket(size_t bucket);
@@ -242,7 +237,7 @@ class SHARDSTEP_API ShardEngine {
   ProcessGroupPtr group_;
   EngineOptions options_;
   // Where in a step this rank is.
-  enum class Phase { kOutside, kComparing, kUpdating, kSending };
+  enum class Phase { kOutside, kComparing, kUpdating };
   Phase phase_ = Phase::kOutside;
   Partition partition_;
   detail::ParamAgreement agreement_;
@@ -254,23 +249,13 @@ class SHARDSTEP_API ShardEngine {
   std::vector<std::string> kinds_;
   std::vector<Bucket> buckets_;
   std::function<void()> announce_;
-  std::unique_ptr<GradientReducer> reducer_;        // stage 2, more than one rank
-  std::unique_ptr<ShardedGradients> gradients_;     // likewise
-  std::vector<std::unique_ptr<Pending>> arriving_;  // by bucket; null if it has arrived
-  std::unique_ptr<Pending> arriving_outcome_;       // of the last step
-  std::vector<Place> places_;                       // by parameter
-  std::vector<std::vector<bool>> active_;           // by bucket and slot: what is sent
-  std::vector<Parts> parts_;                        // by bucket
-  // Buckets that are updated and gathered together. All ranks have the same shares, and send them
-  // in this order.
-  struct Shares {
-    std::vector<size_t> of;  // by bucket
-    size_t count = 1;
-    size_t updated = 0;  // or being updated
-    size_t sent = 0;
-    std::unique_ptr<GrowingGather> gather;  // null if there is one share
-  };
-  Shares shares_;
+  std::unique_ptr<GradientReducer> reducer_;             // stage 2, more than one rank
+  std::unique_ptr<ShardedGradients> gradients_;          // likewise
+  std::vector<std::unique_ptr<Pending>> arriving_;       // by bucket; null if it has arrived
+  std::unique_ptr<Pending> arriving_outcome_;            // of the last step
+  std::vector<Place> places_;                            // by parameter
+  std::vector<std::vector<bool>> active_;                // by bucket and slot: what is sent
+  std::vector<Parts> parts_;                             // by bucket
   std::vector<bool> trainable_;                          // by parameter, when last checked
   std::vector<std::vector<LocalParam>> local_;           // by group
   std::vector<std::optional<LocalPlace>> local_places_;  // by parameter; unset if not owned here

@@ -1,10 +1,8 @@
 // ShardEngine's steps: gradients in, the local optimizer's update, parameters out.
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
-#include "comm/pending_works.h"
 #include "failure_points.h"
 #include "launch/who.h"
 #include "shard/shard_engine.h"
@@ -90,11 +88,10 @@ void ShardEngine::set_whole_gradients() {
 }
 
 // The sums have the parameters' memory order.
-void ShardEngine::set_reduced_gradients(std::optional<size_t> share) {
+void ShardEngine::set_reduced_gradients() {
   for (auto& group : local_) {
     for (auto& [index, elements, tensor] : group) {
-      const bool wanted = !share || shares_.of[places_[index].bucket] == *share;
-      const auto own = wanted ? reducer_->own(index) : at::Tensor();
+      const auto own = reducer_->own(index);
       tensor.mutable_grad() =
           own.defined() ? own.as_strided(tensor.sizes(), tensor.strides()) : at::Tensor();
     }
@@ -109,6 +106,11 @@ void ShardEngine::set_sync(bool sync) {
 void ShardEngine::drop_sums() {
   drop_gradients();
   if (gradients_) gradients_->drop_all();
+}
+
+void ShardEngine::await_ranks() const {
+  if (!reducer_ || !exchange_->any_order()) return;
+  detail::all_gather(control(), at::zeros({1}, at::kByte), ControlMessage::kArrival);
 }
 
 void ShardEngine::check_stage_2(const char* what) const {
@@ -183,73 +185,12 @@ void ShardEngine::before_step() {
   SHARDSTEP_FAILURE_POINT("step: compared");
   phase_ = Phase::kUpdating;
   take_gradients();
-  divide_into_shares();
-}
-
-// In the order in which backward passes complete the buckets, which all ranks know.
-void ShardEngine::divide_into_shares() {
-  constexpr int64_t kMostShares = 8;  // each costs a step of the local optimizer
-  shares_ = {};
-  shares_.of.resize(buckets_.size());
-  const bool rounds = options_.master_dtype || options_.rounding == Rounding::kStochastic;
-  if (!reducer_ || control_ || rounds || share_parameters() || options_.stage2->overlap_forward) {
-    return;
-  }
-  std::vector<int64_t> bytes;  // that travel, which is the same on every rank
-  for (const auto& parts : parts_) {
-    bytes.push_back(0);
-    for (const auto& part : parts) bytes.back() += detail::bytes_of(part);
-  }
-  const int64_t total = std::accumulate(bytes.begin(), bytes.end(), int64_t{0});
-  const int64_t least = std::max<int64_t>(1, (total + kMostShares - 1) / kMostShares);
-  int64_t filled = 0;
-  for (size_t b = buckets_.size(); b-- > 0;) {
-    if (filled >= least && bytes[b] > 0) {
-      ++shares_.count;
-      filled = 0;
-    }
-    shares_.of[b] = shares_.count - 1;
-    filled += bytes[b];
-  }
-  if (shares_.count == 1) return;
-  shares_.gather = exchange_->begin_gather();
-  if (!shares_.gather) shares_.count = 1;
-}
-
-bool ShardEngine::next_share() {
-  TORCH_INTERNAL_ASSERT(phase_ == Phase::kUpdating);
-  if (shares_.updated == shares_.count) return false;
-  if (shares_.gather) {
-    if (shares_.updated > 0) {
-      const PhaseTimer timer(*phase_times_, StepPhase::kGather);
-      phase_ = Phase::kSending;  // an error of the transport is one on every rank
-      send_shares(shares_.updated);
-      phase_ = Phase::kUpdating;
-    }
-    set_reduced_gradients(shares_.updated);
-  }
-  ++shares_.updated;
-  return true;
-}
-
-// Up to number `end`. The outcome goes with the last one of all.
-void ShardEngine::send_shares(size_t end, const Parts* outcome) {
-  at::NoGradGuard no_grad;
-  for (; shares_.sent < end; ++shares_.sent) {
-    std::vector<const Parts*> parts;
-    for (size_t b = buckets_.size(); b-- > 0;) {
-      if (shares_.of[b] == shares_.sent) parts.push_back(&parts_[b]);
-    }
-    if (outcome && shares_.sent + 1 == shares_.count) parts.push_back(outcome);
-    shares_.gather->add(parts);
-    SHARDSTEP_FAILURE_POINT("step: share sent");
-  }
 }
 
 void ShardEngine::fail_step(const std::exception_ptr& error) {
   const auto phase = std::exchange(phase_, Phase::kOutside);
-  // Whatever the comparison and the transport throw, they throw on every rank.
-  if (!exchange_ || phase == Phase::kComparing || phase == Phase::kSending) return;
+  // Whatever the comparison throws, it throws on every rank.
+  if (!exchange_ || phase == Phase::kComparing) return;
   try {
     if (phase == Phase::kUpdating) {
       send_params(error);
@@ -287,10 +228,6 @@ void ShardEngine::send_params(const std::exception_ptr& error) {
           exchange_->all_gather(parts_[b], {MessageKind::kArriving, static_cast<int64_t>(b)});
     }
     return;
-  } else if (shares_.gather) {
-    send_shares(shares_.count, &outcome);
-    std::exchange(shares_.gather, nullptr)->finish();
-    for (size_t b = 0; b < buckets_.size(); ++b) has_arrived(b);
   } else {
     const auto arriving =
         control_ ? control_->all_gather(outcome, ControlMessage::kStepOutcome) : nullptr;

@@ -3,7 +3,6 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/optim/lbfgs.h>
 
-#include <algorithm>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <typeinfo>
 #include <unordered_set>
@@ -352,12 +351,7 @@ at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
     if (!closure) {
       take_gradients(true);
       const PhaseTimer timer(engine_->phase_times(), StepPhase::kUpdate);
-      const bool in_shares = std::all_of(members_.begin(), members_.end(), [](const auto& member) {
-        return member.local.steps_in_shares;
-      });
-      if (!in_shares) return step_members(nullptr);
-      while (engine_->next_share()) step_members(nullptr);
-      return {};
+      return step_members(nullptr);
     }
     return step_members([&, first = true]() mutable {
       engine_->before_closure();

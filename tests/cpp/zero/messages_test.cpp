@@ -66,17 +66,10 @@ TEST(Messages, GrowWithHostsAndBucketsAndNothingElse) {
     const auto buckets = messages_of({hosts, ranks, 16, 4});
     const auto narrow = messages_of({hosts, ranks, 16, 4, at::kChar});
     for (int rank = 0; rank < ranks; ++rank) {
-      // Three more buckets of gradients, and as many more shares of parameters.
-      EXPECT_EQ(buckets[rank] - few[rank], 6 * peers) << "rank " << rank;
+      EXPECT_EQ(buckets[rank] - few[rank], 3 * peers) << "rank " << rank;
       EXPECT_EQ(narrow[rank], buckets[rank]) << "rank " << rank;
     }
   }
-}
-
-TEST(Messages, ParametersTravelInEightSharesAtMost) {
-  const auto eight = messages_of({"", 3, 64, 8});
-  const auto more = messages_of({"", 3, 64, 32});
-  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(more[rank] - eight[rank], 24 * 2);
 }
 
 TEST(Messages, HaveAQuarterOfAMebibyteByTheRuleForBuckets) {

@@ -51,6 +51,7 @@ class Player:
         # Stage 2, since the ranks last compared what they had done.
         self.passes = [0] * self.world_size  # with synchronization, by rank
         self.forgot_uneven_passes = False
+        self.looked = False
         self.left_over = False  # the gradients of the last step are still there
         self.absent: frozenset[int] | None = None  # since the last step
         self.ddp_remembers = False  # passes without synchronization, also once they are forgotten
@@ -104,11 +105,16 @@ class Player:
         """Whether only a look or a step can come next: a rank is a collective ahead."""
         return self._is_native() and len(set(self.passes)) > 1
 
+    def _may_not_look(self) -> bool:
+        """Whether a rank without a batch has looked already, so that it would not ask again."""
+        return self.setup.mode == "stage2" and self.looked and len(set(self.passes)) > 1
+
     def _is_uneven(self) -> bool:
         """Whether a rank still has to make up for passes of others, over the same buckets."""
         return self.forgot_uneven_passes or len(set(self.passes)) > 1
 
     def _has_compared(self) -> None:
+        self.looked = True
         self.passes = [0] * self.world_size
         self.forgot_uneven_passes = False
         self.absent = frozenset()  # on native, a rank makes no other round for this step
@@ -131,7 +137,7 @@ class Player:
         return None
 
     def _has_forgotten(self) -> None:
-        self.left_over = False
+        self.left_over = self.looked = False
         if len(set(self.passes)) > 1:
             self.forgot_uneven_passes = True
         elif not self.forgot_uneven_passes:
@@ -331,7 +337,7 @@ class Player:
             return None
         self.beside.step()
         self.scaler.update()
-        self.unscaled, self.absent, self.left_over = False, None, True
+        self.unscaled, self.absent, self.left_over, self.looked = False, None, True, False
         return None
 
     @play.register
@@ -356,7 +362,7 @@ class Player:
         with self._noting():
             assert losses == [batch.seed], f"the closure's loss is {batch.seed}, got {losses}"
         self.beside.optimizer.step()
-        self.absent, self.left_over = None, True
+        self.absent, self.left_over, self.looked = None, True, False
         return None
 
     @play.register
@@ -388,6 +394,8 @@ class Player:
 
     @play.register
     def _(self, operation: programs.ClipNorm) -> bool | None:
+        if self._may_not_look():
+            return False
         if self._pending():
             return False
         arguments = operation.max_norm, operation.norm_type
@@ -400,6 +408,8 @@ class Player:
 
     @play.register
     def _(self, operation: programs.ClipValue) -> bool | None:
+        if self._may_not_look():
+            return False
         if self._pending() or not self.beside.has_gradients():  # torch's raises without any
             return False
         value = operation.value
@@ -412,6 +422,8 @@ class Player:
 
     @play.register
     def _(self, operation: programs.Scale) -> bool | None:
+        if self._may_not_look():
+            return False
         if self._pending():
             return False
         parameters = parameters_of(self.net, operation.part)
@@ -442,6 +454,8 @@ class Player:
 
     @play.register
     def _(self, _: programs.Unscale) -> bool | None:
+        if self._may_not_look():
+            return False
         if self._pending() or self.unscaled or not self.setup.scaler:
             return False
         if not self.beside.has_gradients():
@@ -573,7 +587,7 @@ class Player:
                 self.zero.step()
         if max(counts) > 0:
             self._has_compared()
-            self.absent, self.left_over = None, True
+            self.absent, self.left_over, self.looked = None, True, False
         if self.setup.mode == "ddp":
             # On a rank that has joined, nothing is left; and DDP may show the late layer zeros.
             self._forget()

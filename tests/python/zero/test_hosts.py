@@ -201,6 +201,32 @@ def test_a_sub_group_across_hosts():
         assert all(torch.equal(x, y) for x, y in zip(results[0], one, strict=True))
 
 
+def saves_between_uneven_passes(way, folder):
+    place("a,a,b")
+    net = torch.nn.Linear(40, 40)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding="element", lr=1e-2
+    )
+    inputs = torch.ones(2, 40)
+    for absent in (0, 1):  # the last rank must have the first sum before its second pass
+        if dist.get_rank() != absent:
+            net(inputs).sum().backward()
+    if way == "consolidate":
+        zero.consolidate_state_dict()
+    elif way == "save":
+        zero.save_checkpoint(folder, module=net)
+    else:
+        zero.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    zero.step()
+    return net.weight.detach()
+
+
+@pytest.mark.parametrize("way", ["consolidate", "save", "add_param_group"])
+def test_other_hosts_do_not_wait_for_sums_while_ranks_save(way, tmp_path):
+    first, *others = run_ranks(3, saves_between_uneven_passes, way, str(tmp_path), timeout=30)
+    assert all(torch.equal(first, other) for other in others)
+
+
 def dies(lost, where, options):
     place("a,a,b,b")
     net = Net()
