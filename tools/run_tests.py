@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--layer", default="", help="run only the C++ tests of this layer of src/")
     parser.add_argument("--gtest-filter", help="run only these C++ tests")
     parser.add_argument("--sanitizer", choices=SANITIZERS, help="what the binaries are built with")
-    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds per process, times SHARDSTEP_PATIENCE")
+    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds per process")
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="list the slowest N")
     arguments = parser.parse_args()
     build = arguments.build.resolve()
