@@ -247,12 +247,14 @@ class Soak:
             self.counts.difference = max(self.counts.difference, difference)
             if difference > (0 if exact else TOLERANCE):
                 raise SoakError(f"step {step}: expected a loss of {expected[step]}, got {loss}")
+        ended_well = all(process.returncode == 0 for process in run.processes)
         if not losses:
-            return saved
+            # The last run may have been killed after its last save.
+            return STEPS if ended_well else saved
         first, last = min(losses), max(losses)
         if first <= saved:
             raise SoakError(f"expected the run to go on after step {saved}, it began with {first}")
-        if all(process.returncode == 0 for process in run.processes):
+        if ended_well:
             return last  # the last save has ended
         # A save begins after its step was logged, and waits for the one before.
         return max(first - 1, ((last - 1) // EVERY - 1) * EVERY)

@@ -132,8 +132,8 @@ void PendingWorks::wait() {
   for (auto& [work, verb, peer, arrived] : works_) {
     awaited_rank_ = peer;
     const auto group = [this] { return group_.lock(); };
-    with_context(verb, peer, who(rank_, world_size_), group, [&, &work = work] {
-      wait_for(*work, group());
+    with_context(verb, peer, who(rank_, world_size_), group, [this, &work = work] {
+      wait_for(*work);
       return true;
     });
     if (arrived) arrived();
@@ -148,8 +148,8 @@ void PendingWorks::wait() {
   for (const auto& finish : finish_) finish();
 }
 
-void PendingWorks::wait_for(c10d::Work& work, const ProcessGroupPtr& group) {
-  if (end_ == End::kNone) watch_ ? void(work.wait()) : wait_for_collective(work, group);
+void PendingWorks::wait_for(c10d::Work& work) {
+  if (end_ == End::kNone) watch_ ? void(work.wait()) : wait_for_collective(work, group_.lock());
   TORCH_CHECK(end_ != End::kAborted, "shardstep: the exchange was destroyed");
   TORCH_CHECK(end_ != End::kLost, "shardstep: lost the connection in the middle of a message");
 }

@@ -60,7 +60,7 @@ class PendingWorks : public Pending {
   };
   enum class End { kNone, kAborted, kLost };
 
-  void wait_for(c10d::Work& work, const ProcessGroupPtr& group);
+  void wait_for(c10d::Work& work);
   void end_wait(End why);
 
   int rank_;
