@@ -8,7 +8,7 @@ of the episodes another number of ranks. Checked are:
   TOLERANCE, because the number of ranks changes the order in which gradients are summed;
 - that the ranks that were not killed end by an error soon, and do not hang;
 - that a run goes on from the last checkpoint that had to be complete, or a later one;
-- that nothing but the last checkpoint is left.
+- that a run which makes the last save leaves nothing but that checkpoint.
 
 The seed, which --seed repeats, decides what happens to whom and after which step; how far the
 others are at that moment is up to the machine.
@@ -173,9 +173,6 @@ class Soak:
             if not exact:
                 ranks = self.random.choice(RANKS)
             saved = self.one_run(folder, ranks, saved, exact)
-        left = sorted(path.name for path in (folder / "checkpoint").iterdir())
-        if len([name for name in left if name.endswith(".safetensors")]) + 1 != len(left):
-            raise SoakError(f"more than the last checkpoint is left: {left}")
         self.counts.episodes += 1
         self.progress("same ranks" if exact else "other ranks")
 
@@ -254,6 +251,10 @@ class Soak:
         first, last = min(losses), max(losses)
         if first <= saved:
             raise SoakError(f"expected the run to go on after step {saved}, it began with {first}")
+        if ended_well and last == STEPS:
+            left = sorted(path.name for path in (run.folder / "checkpoint").iterdir())
+            if len([name for name in left if name.endswith(".safetensors")]) + 1 != len(left):
+                raise SoakError(f"more than the last checkpoint is left: {left}")
         if ended_well:
             return last  # the last save has ended
         # A save begins after its step was logged, and waits for the one before.

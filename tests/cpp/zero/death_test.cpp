@@ -385,22 +385,25 @@ std::set<int> ranks_named(std::string error) {
   return named;
 }
 
+// DDP's own collectives are torch's, and do not say whom they lost.
+bool is_an_error_of_ddp(const Way& way, const std::string& outcome) {
+  return way.training == Training::kHooks && outcome.find("shardstep") == std::string::npos &&
+         outcome.find("gloo") != std::string::npos;
+}
+
 // Every rank that has raised names the one that died. If another rank heard of it first and left,
 // a third may have lost that one before it hears of the death, and names it instead.
 void expect_named(const Way& way, int victim, const std::vector<Fate>& fates, int rank) {
   const int other = kDyingRanks - victim - rank;
   const auto& outcome = fates[rank].outcome;
-  // DDP's own collectives are torch's, and do not say whom they lost.
-  if (way.training == Training::kHooks && outcome.find("shardstep") == std::string::npos &&
-      outcome.find("gloo") != std::string::npos) {
-    return;
-  }
+  if (is_an_error_of_ddp(way, outcome)) return;
   EXPECT_NE(outcome.find(c10::str("(rank ", rank, " of 3)")), std::string::npos) << outcome;
   // The group itself was not there yet, and Gloo does not say who was missing.
   if (outcome.find("while connecting with the other ranks") != std::string::npos) return;
   const auto named = ranks_named(outcome);
-  const bool other_names_it = fates[other].outcome.starts_with("error ") &&
-                              ranks_named(fates[other].outcome).contains(victim);
+  const bool other_names_it = is_an_error_of_ddp(way, fates[other].outcome) ||
+                              (fates[other].outcome.starts_with("error ") &&
+                               ranks_named(fates[other].outcome).contains(victim));
   EXPECT_TRUE(named.contains(victim) || (other_names_it && named.contains(other)))
       << "rank " << rank << ": " << outcome;
 }
