@@ -451,6 +451,20 @@ class Branches(torch.nn.Module):
             yield sum(branch(batch).square().mean() for branch in branches)
 
 
+def branches(sharding, **options):
+    """A model and its plain optimizer, and the same with stage 2."""
+    plain = Branches().to(devices.current())
+    for parameter in plain.parameters():
+        dist.broadcast(parameter.data, 0)
+    net = copy.deepcopy(plain)
+    options = {"lr": 0.1, **options}
+    optimizer = torch.optim.SGD(plain.parameters(), **options)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, **options
+    )
+    return plain, optimizer, net, zero
+
+
 def forget_by_the_optimizer(net, optimizer):
     optimizer.zero_grad()
 
@@ -505,15 +519,7 @@ def leave_zeros(parameter):
 @on_ranks(2, timeout=30)
 def test_what_a_joined_rank_changed_after_zero_grad_follows_the_others(sharding, forget, change):
     """It has zeros that it changed, which ranks with inputs forget, keep or change again."""
-    plain = Branches().to(devices.current())
-    for parameter in plain.parameters():
-        dist.broadcast(parameter.data, 0)
-    net = copy.deepcopy(plain)
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    optimizer = torch.optim.SGD(plain.parameters(), **options)
-    zero = ZeroRedundancyOptimizer(
-        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, **options
-    )
+    plain, optimizer, net, zero = branches(sharding, momentum=0.9, weight_decay=0.1)
     world = range(dist.get_world_size())
     for first_to_join in world:
         ranks = [rank for rank in world if rank != first_to_join]
@@ -558,14 +564,7 @@ def look_and_drop(net, zero):
 @on_ranks(2, timeout=30)
 def test_gradients_that_were_looked_at_and_dropped_before_join_do_not_come_back(sharding, before):
     """The ranks have met since the last step; then one of them has no inputs."""
-    plain = Branches().to(devices.current())
-    for parameter in plain.parameters():
-        dist.broadcast(parameter.data, 0)
-    net = copy.deepcopy(plain)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    zero = ZeroRedundancyOptimizer(
-        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, lr=0.1
-    )
+    plain, optimizer, net, zero = branches(sharding)
     before(net, zero)
     for seed in (0, 1):  # its gradients add up
         (sum(plain.losses(seed, True, [1])) / 2).backward()
@@ -584,11 +583,7 @@ def test_gradients_that_were_looked_at_and_dropped_before_join_do_not_come_back(
 @on_ranks(2, timeout=30)
 def test_a_joined_rank_leaves_gradients_out_of_a_step_as_the_others_do(sharding, look):
     """They set some `.grad` to None before a step, with or without looking at it first."""
-    net = Branches().to(devices.current())
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    zero = ZeroRedundancyOptimizer(
-        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, **options
-    )
+    *_, net, zero = branches(sharding, momentum=0.9, weight_decay=0.1)
     before = [parameter.detach().clone() for parameter in net.parameters()]
     with Join([zero]):
         for seed in range(2 * dist.get_rank()):
