@@ -5,6 +5,9 @@
 // it, and whoever reads it asserts that it is the one that the note announced. A rank that waits for
 // ever is an invalid end state; there are no cycles, so every schedule comes to an end.
 //
+// ELSEWHERE: rank 0 starts its sums, and finishes none before all others have left, as in a collective
+// that is not ours; its attendant (AttendedSums, attended_sums.h) looks and makes room meanwhile.
+//
 // Abstracted: a bell is whether it has rung since its rank looked (waiting.pml has the counts); a
 // SharedQueue is a channel, whose overflow is asserted against; time: move_out comes whenever it has
 // something to do while finish() waits, as it does in the code after kPatience or kLongPatience;
@@ -18,6 +21,8 @@
 // run: 2 ranks, 2 tags of 3 pieces, 2 slots, 2 rounds, coarse | -DRANKS=2 -DTAGS=2 -DPIECES=3 -DSLOTS=2 -DROUNDS=2 -DCOARSE | safety
 // run: 3 ranks, 2 tags, 1 slot, coarse | -DRANKS=3 -DTAGS=2 -DPIECES=1 -DSLOTS=1 -DCOARSE | safety
 // run: 3 ranks, 1 tag of 2 pieces, 1 slot, coarse | -DRANKS=3 -DTAGS=1 -DPIECES=2 -DSLOTS=1 -DCOARSE | safety
+// run: 2 ranks, 2 tags, 1 slot, one elsewhere | -DRANKS=2 -DTAGS=2 -DPIECES=1 -DSLOTS=1 -DELSEWHERE | safety
+// run: 3 ranks, 2 tags, 1 slot, one elsewhere, coarse | -DRANKS=3 -DTAGS=2 -DPIECES=1 -DSLOTS=1 -DCOARSE -DELSEWHERE | safety
 // run: 3 ranks, 1 tag, 1 slot, 2 rounds, coarse | -DRANKS=3 -DTAGS=1 -DPIECES=1 -DSLOTS=1 -DROUNDS=2 -DCOARSE | safety
 // mutation: NOTE_BEFORE_COPY | -DRANKS=2 -DTAGS=2 -DPIECES=1 -DSLOTS=1 | safety | what==
 // mutation: EARLY_RELEASE | -DRANKS=2 -DTAGS=2 -DPIECES=1 -DSLOTS=1 | safety | what==
@@ -31,6 +36,8 @@
 // mutation: HEARD_AFTER_NOTES | -DRANKS=2 -DTAGS=2 -DPIECES=1 -DSLOTS=1 | safety | invalid end state
 // mutation: START_WITHOUT_ADDING_UP | -DRANKS=2 -DTAGS=2 -DPIECES=1 -DSLOTS=1 | safety | invalid end state
 // mutation: LOOK_WITHOUT_POSTING | -DRANKS=2 -DTAGS=2 -DPIECES=1 -DSLOTS=1 | safety | invalid end state
+// mutation: NO_ATTENDANT | -DRANKS=2 -DTAGS=2 -DPIECES=1 -DSLOTS=1 -DELSEWHERE | safety | invalid end state
+// mutation: ATTENDANT_ONLY_LOOKS | -DRANKS=3 -DTAGS=2 -DPIECES=1 -DSLOTS=1 -DCOARSE -DELSEWHERE | safety | invalid end state
 // mutation: QUEUE_SHORTER_THAN_SLOTS | -DRANKS=2 -DTAGS=2 -DPIECES=2 -DSLOTS=2 -DQUEUE=1 | safety | len(
 
 #ifndef ROUNDS
@@ -426,6 +433,28 @@ proctype Rank(byte me) {
     :: !begins && own.started[1] -> which = 1
 #endif
     fi;
+#ifdef ELSEWHERE
+    if
+    :: me == 0 && !begins && done_ranks < RANKS - 1 ->
+#ifndef NO_ATTENDANT
+      if :: own.n_posting == 0 -> skip :: else -> activity[me] = kWaitsForSlots fi;
+#endif
+      do
+      :: done_ranks == RANKS - 1 -> break
+#ifndef NO_ATTENDANT
+      :: rung[me] ->
+        BEGIN_STEP
+        look();
+        if :: own.n_posting == 0 -> activity[me] = kComputes :: else -> activity[me] = kWaitsForSlots fi;
+        END_STEP
+#ifndef ATTENDANT_ONLY_LOOKS
+      :: can_move_out -> move_out()
+#endif
+#endif
+      od
+    :: else
+    fi;
+#endif
     if
     :: begins ->
       BEGIN_STEP

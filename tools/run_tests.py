@@ -31,7 +31,8 @@ SHARDS = {"zero_test": 4, "checkpoint_crash_test": 2, "checkpoint_test": 2, "ddp
 SANITIZERS = {
     "address": {},
     # libtorch is not instrumented: its locks are seen, but not its atomics, so what it does to
-    # memory is not judged. Nothing of ours is suppressed.
+    # memory is not judged. Nothing of ours is suppressed; what is stands in
+    # tests/cpp/support/test_support.cpp.
     "thread": {
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=0:exitcode=66:"
         "detect_deadlocks=0:report_signal_unsafe=0:history_size=4"

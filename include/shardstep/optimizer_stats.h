@@ -20,9 +20,11 @@ struct OptimizerStats {
   // torch.profiler shows the same phases as shardstep::<name>.
   std::map<std::string, PhaseStats> phases;
   std::string exchange;  // "shared_memory", ...; "none" in a group of one
-  // In messages of the process group; what ranks share in memory is not sent.
+  // By link: in messages of the process group, which with the exchange "hierarchical" are those
+  // between hosts; and copied into memory that the ranks of a host share.
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
+  int64_t bytes_shared = 0;
   int64_t buckets = 0;
   // Bytes that this rank holds: of the optimizer's state, of its part of the gradients (stage 2),
   // and of parameters in flat storage.

@@ -320,9 +320,9 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   std::unique_ptr<Checkpointer> checkpointer_;
   std::shared_ptr<torch::nn::Module> module_;
   bool broadcast_buffers_;
-  std::vector<Member> members_;                    // the first is the constructor's
-  std::vector<GroupPlace> places_;                 // by param group
-  int64_t sent_before_ = 0, received_before_ = 0;  // bytes, at the last reset_stats()
+  std::vector<Member> members_;     // the first is the constructor's
+  std::vector<GroupPlace> places_;  // by param group
+  int64_t sent_before_ = 0, received_before_ = 0, shared_before_ = 0;  // bytes, at reset_stats()
   std::optional<StateDict> consolidated_;
   bool announced_ = false;
   bool may_have_state_ = false;  // on any rank, besides the state that optimizers start with

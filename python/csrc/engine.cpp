@@ -215,7 +215,8 @@ void bind_values(py::module_& module) {
       .def_property_readonly("end", [](const Slice& s) { return s.elements.end; });
   py::class_<Traffic>(module, "Traffic")
       .def_readonly("bytes_sent", &Traffic::bytes_sent)
-      .def_readonly("bytes_received", &Traffic::bytes_received);
+      .def_readonly("bytes_received", &Traffic::bytes_received)
+      .def_readonly("bytes_shared", &Traffic::bytes_shared);
   py::class_<Pending, std::shared_ptr<Pending>>(module, "Pending")
       .def("wait", torch::wrap_pybind_function_no_gil([](Pending& pending) { pending.wait(); }));
 }

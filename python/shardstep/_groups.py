@@ -38,6 +38,7 @@ class GroupMethods(GradientMethods):
         if not self.initialized:  # torch's constructor calls this too
             super().add_param_group(param_group)
             return
+        self._push_options()  # which may have changed since the last step
         known = len(self.param_groups)
         with telling_every_rank(lambda error: self._adopt_groups(known, error), self._where()):
             group = parse_param_group(param_group, known, self._own_options)

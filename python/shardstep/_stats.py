@@ -17,8 +17,8 @@ _COMPUTING = ("post", "update")
 class StatsMethods(ShardedOptimizer):
     """stats and related methods."""
 
-    _traffic_before: tuple[int, int]
-    """Bytes sent and received at the last reset_stats()."""
+    _traffic_before: tuple[int, int, int]
+    """Bytes sent, received and shared at the last reset_stats()."""
 
     def stats(self) -> dict[str, Any]:
         """Where this rank's time and memory went, and what it has sent, since reset_stats().
@@ -34,11 +34,13 @@ class StatsMethods(ShardedOptimizer):
 
         The profiler shows the same phases as `shardstep::<name>`. `seconds_waiting` adds up the
         phases that wait for other ranks, which also move the bytes, and `seconds_computing` the
-        others. `bytes_sent` and `bytes_received` count messages of the process group; what ranks
-        share in memory is not sent. Not collective.
+        others. Bytes are counted by link: `bytes_sent` and `bytes_received` in messages of the
+        process group, which with the hierarchical exchange are those between hosts, and
+        `bytes_shared` as this rank copied them into memory that the ranks of a host share. Not
+        collective.
         """
         times = self.engine.phase_times()
-        sent, received = self._traffic_before
+        sent, received, shared = self._traffic_before
         traffic = self.engine.traffic
         return {
             "phases": {
@@ -50,6 +52,7 @@ class StatsMethods(ShardedOptimizer):
             "exchange": self.engine.exchange,
             "bytes_sent": traffic.bytes_sent - sent,
             "bytes_received": traffic.bytes_received - received,
+            "bytes_shared": traffic.bytes_shared - shared,
             "buckets": self.engine.bucket_count,
             "state_bytes": self._state_bytes(),
             "gradient_bytes": self.engine.gradient_bytes,
@@ -62,7 +65,11 @@ class StatsMethods(ShardedOptimizer):
         """Sets times and bytes to 0."""
         self.engine.reset_phase_times()
         traffic = self.engine.traffic
-        self._traffic_before = (traffic.bytes_sent, traffic.bytes_received)
+        self._traffic_before = (
+            traffic.bytes_sent,
+            traffic.bytes_received,
+            traffic.bytes_shared,
+        )
 
     def log_stats(
         self, every: int = 100, logger: logging.Logger | None = None, level: int = logging.INFO
@@ -99,9 +106,9 @@ class StatsMethods(ShardedOptimizer):
         )
         return (
             f"rank {self.rank} of {self.world_size}: step {step}: {seconds / steps * 1e3:.1f} ms "
-            f"per step ({phases}); sent {size(stats['bytes_sent'] / steps)} per step by "
-            f"{stats['exchange']}; state {size(stats['state_bytes'])}, gradients "
-            f"{size(stats['gradient_bytes'])}"
+            f"per step ({phases}); sent {size(stats['bytes_sent'] / steps)} and shared "
+            f"{size(stats['bytes_shared'] / steps)} per step by {stats['exchange']}; "
+            f"state {size(stats['state_bytes'])}, gradients {size(stats['gradient_bytes'])}"
         )
 
     def _state_bytes(self) -> int:

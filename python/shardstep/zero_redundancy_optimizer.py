@@ -196,7 +196,7 @@ class ZeroRedundancyOptimizer(
         self._index_of = {}
         self._consolidated = None
         self._may_have_state = False
-        self._traffic_before = (0, 0)
+        self._traffic_before = (0, 0, 0)
         with telling_every_rank(self._adopt_first_groups, self._where()):
             self._module = module_to_follow(module, overlap_forward, stage)
             self.engine = ShardEngine(

@@ -103,7 +103,6 @@ void Checkpointer::save(const std::string& pattern, CheckpointContent content,
       error = std::current_exception();
     }
   }
-  engine_.await_ranks();
   detail::agree(group, lines, error ? detail::with_rank(error, detail::who(group)) : nullptr);
   SHARDSTEP_FAILURE_POINT("save: agreed");
   task.directory = directory;
@@ -179,7 +178,6 @@ LoadedCheckpoint Checkpointer::load(const std::string& directory, const Checkpoi
   const auto& group = engine_.control_group();
   LoadedCheckpoint loaded;
   std::vector<std::string> lines;
-  engine_.await_ranks();
   auto checkpoint = open_together(group, directory, error);
   if (checkpoint) {
     try {
@@ -196,7 +194,6 @@ LoadedCheckpoint Checkpointer::load(const std::string& directory, const Checkpoi
 }
 
 void Checkpointer::share(const std::exception_ptr& error) const {
-  engine_.await_ranks();
   const auto& group = engine_.control_group();
   if (const auto failure = detail::first_failure(group, error)) {
     detail::throw_failure(group, *failure, error);

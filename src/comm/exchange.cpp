@@ -33,13 +33,12 @@ std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, co
                                           int to, MessageTag tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_, watch_);
   if (rank() != to) {
-    traffic_ += detail::send(group_, *pending, own, to, message_tag(tag));
+    messages_->add_sent(detail::send(group_, *pending, own, to, message_tag(tag)));
     return pending;
   }
   for (int from = 0; from < world_size(); ++from) {
     if (from == to) continue;
-    traffic_.bytes_received +=
-        detail::receive(group_, *pending, into[from], from, message_tag(tag));
+    messages_->add_received(detail::receive(group_, *pending, into[from], from, message_tag(tag)));
   }
   return pending;
 }
@@ -48,9 +47,9 @@ std::unique_ptr<Pending> Exchange::transfer(const std::vector<at::Tensor>& tenso
                                             int to, MessageTag tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_, watch_);
   if (rank() == from) {
-    traffic_ += detail::send(group_, *pending, tensors, to, message_tag(tag));
+    messages_->add_sent(detail::send(group_, *pending, tensors, to, message_tag(tag)));
   } else if (rank() == to) {
-    traffic_.bytes_received += detail::receive(group_, *pending, tensors, from, message_tag(tag));
+    messages_->add_received(detail::receive(group_, *pending, tensors, from, message_tag(tag)));
   }
   return pending;
 }

@@ -17,6 +17,7 @@
 // All but native's sums have the same bits on every run. Native also sums in rank order where
 // gradients are sent in a narrower dtype. Thread safety: one thread at a time per exchange.
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -48,17 +49,31 @@ struct Sent {
   int64_t messages = 0;
 };
 
-// What this rank has moved so far.
+// What this rank has moved so far, by link: messages of the process group, and memory that the
+// ranks of a host share.
 struct Traffic {
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
   int64_t messages_sent = 0;  // not counting what a backend's collectives send
+  int64_t bytes_shared = 0;   // copied into shared memory for the other ranks to read
+};
 
-  Traffic& operator+=(const Sent& sent) {
-    bytes_sent += sent.bytes;
-    messages_sent += sent.messages;
-    return *this;
+// Counts messages, from any thread.
+class MessageCount {
+ public:
+  void add_sent(const Sent& sent) {
+    bytes_sent_ += sent.bytes;
+    messages_sent_ += sent.messages;
   }
+  void add_received(int64_t bytes) { bytes_received_ += bytes; }
+  Traffic traffic() const {
+    return {.bytes_sent = bytes_sent_,
+            .bytes_received = bytes_received_,
+            .messages_sent = messages_sent_};
+  }
+
+ private:
+  std::atomic<int64_t> bytes_sent_{0}, bytes_received_{0}, messages_sent_{0};
 };
 
 struct ReductionOptions {
@@ -79,6 +94,11 @@ struct ReductionOptions {
 class SHARDSTEP_API Reduction {
  public:
   virtual ~Reduction() = default;
+  // What other ranks send for the next round may come from now on. Over Gloo a rank hears that it
+  // may send behind whatever is on the way to it, so that a link would carry one direction only
+  // until a large message has arrived. `like`: parts of the dtype and sizes of the next post(), on
+  // the meta device. Optional. REQUIRES: the next round will be posted.
+  virtual void expect(const Parts& like) {}
   // Starts a round: parts[r] goes to rank r. They are released as soon as they are not needed.
   // `squares` requests squares(). REQUIRES: finish() ended the last round.
   virtual void post(Parts parts, bool squares) = 0;
@@ -140,7 +160,7 @@ class SHARDSTEP_API Exchange {
   virtual const char* name() const = 0;
   // Whether calls with different tags may come in different orders on different ranks.
   virtual bool any_order() const = 0;
-  const Traffic& traffic() const { return traffic_; }
+  virtual Traffic traffic() const { return messages_->traffic(); }
   const ProcessGroupPtr& process_group() const { return group_; }
 
  protected:
@@ -151,7 +171,8 @@ class SHARDSTEP_API Exchange {
 
   ProcessGroupPtr group_;
   std::shared_ptr<detail::ConnectionWatch> watch_;  // of messages; it ends before the group
-  Traffic traffic_;
+  // Of gradients and parameters. Shared with threads that may outlive this.
+  std::shared_ptr<MessageCount> messages_ = std::make_shared<MessageCount>();
 
  private:
   int64_t channel_;

@@ -8,8 +8,10 @@
 #include "comm/errands.h"
 #include "comm/host_sums.h"
 #include "comm/pending_works.h"
+#include "comm/shared/attended_sums.h"
 #include "comm/shared/piece_ring.h"
 #include "comm/shared/shared_keys.h"
+#include "comm/shared/sharing_exchange.h"
 #include "comm/shared/summed_reduction.h"
 #include "comm/worker.h"
 
@@ -64,22 +66,11 @@ class PendingHostGather : public Pending {
   std::shared_ptr<Sent> sent_;
 };
 
-class HierarchicalExchange : public Exchange {
+class HierarchicalExchange : public SharingExchange {
  public:
-  HierarchicalExchange(const ProcessGroupPtr& group, int64_t channel,
-                       std::shared_ptr<SharedMemory> shared)
-      : Exchange(group, channel),
-        shared_(std::move(shared)),
-        segments_(*shared_),
-        tensors_(*shared_) {
-    // Other hosts may wait for sums of this one while this rank waits for something else.
-    shared_->set_meanwhile([this] { return sums_ && sums_->progress(); });
-  }
-  ~HierarchicalExchange() override { shared_->set_meanwhile({}); }
+  using SharingExchange::SharingExchange;
 
   const char* name() const override { return "hierarchical"; }
-  bool any_order() const override { return true; }
-  bool shares_memory() const override { return true; }
 
   std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag tag) override;
   void all_gather_and_wait(const std::vector<const Parts*>& buckets) override;
@@ -88,8 +79,8 @@ class HierarchicalExchange : public Exchange {
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
                                           double divisor) override {
     const HostSums::Setting setting{.tag = tag, .message_tag = message_tag(tag)};
-    return std::make_unique<PendingSum<HostSums, HostSum>>(
-        sums(), sums().start(setting, parts, parts[rank()], {.divisor = divisor}));
+    return std::make_unique<PendingSum<Sums, HostSum>>(
+        sums(), sums().start(setting, parts, parts[rank()], SumOptions{.divisor = divisor}));
   }
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override {
@@ -99,17 +90,10 @@ class HierarchicalExchange : public Exchange {
     const auto start = [&sums = sums(), setting](const auto&... arguments) {
       return sums.start(setting, arguments...);
     };
-    return std::make_unique<SummedReduction<HostSums, HostSum>>(sums(), rank(), options, start);
-  }
-
-  at::Tensor make_shared(int64_t numel, const at::TensorOptions& options) override {
-    return tensors_.make(numel, options);
-  }
-
-  void give_up(const std::string& message) override { shared_->give_up(message); }
-  void start_anew() override {
-    shared_->start_anew();
-    tensors_.start_anew();
+    const auto expect = [&sums = sums(), setting](const auto&... arguments) {
+      sums.expect(setting, arguments...);
+    };
+    return std::make_unique<SummedReduction<Sums, HostSum>>(sums(), rank(), options, start, expect);
   }
 
  private:
@@ -117,8 +101,9 @@ class HierarchicalExchange : public Exchange {
   static constexpr int64_t kChunkBytes = 8 << 20;
   using Chunk = std::vector<Errand>;
 
-  HostSums& sums() {
-    if (!sums_) sums_ = std::make_unique<HostSums>(group_, watch_, shared_, traffic_);
+  using Sums = AttendedSums<HostSums>;
+  Sums& sums() {
+    if (!sums_) sums_ = std::make_unique<Sums>(shared_, group_, watch_, messages_);
     return *sums_;
   }
   std::vector<Errand> errands(size_t host, const Parts& bytes) const;
@@ -132,11 +117,8 @@ class HierarchicalExchange : public Exchange {
   PendingHostGather::Stage begin_receiving(const Parts& bytes, MessageTag tag,
                                            PendingWorks& arriving);
 
-  std::shared_ptr<SharedMemory> shared_;
-  BucketSegments segments_;
-  SharedTensors tensors_;
   std::unique_ptr<PieceRing> ring_;
-  std::unique_ptr<HostSums> sums_;
+  std::unique_ptr<Sums> sums_;
   std::unique_ptr<Worker> passing_on_;
 };
 
@@ -159,8 +141,8 @@ void HierarchicalExchange::send_errands(const Parts& bytes, PendingWorks& pendin
     if (host == shared_->host()) continue;
     for (const auto& errand : errands(host, bytes)) {
       if (errand.owner != rank()) continue;
-      traffic_ += send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end),
-                       errand.speaker, message_tag(tag));
+      messages_->add_sent(send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end),
+                               errand.speaker, message_tag(tag)));
     }
   }
 }
@@ -187,8 +169,8 @@ PendingHostGather::Stage HierarchicalExchange::begin_receiving(const Parts& byte
     if (errand.speaker != rank()) continue;
     const auto range = range_of(bytes[errand.owner], errand.begin, errand.end);
     const auto memory = at::from_blob(slot, {errand.size()}, at::kByte);
-    traffic_.bytes_received +=
-        receive(group_, arriving, side_by_side(range, memory), errand.owner, message_tag(tag));
+    messages_->add_received(
+        receive(group_, arriving, side_by_side(range, memory), errand.owner, message_tag(tag)));
     slot += errand.size();
   }
   return stage;
@@ -263,8 +245,8 @@ void HierarchicalExchange::send_chunks(const Parts& bytes, PendingWorks& pending
       if (c >= chunks.size()) continue;
       for (const auto& errand : chunks[c]) {
         if (errand.owner != rank()) continue;
-        traffic_ += send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end),
-                         errand.speaker, message_tag(MessageTag::bucket(0)));
+        messages_->add_sent(send(group_, pending, range_of(bytes[rank()], errand.begin, errand.end),
+                                 errand.speaker, message_tag(MessageTag::bucket(0))));
       }
     }
   }
@@ -276,9 +258,9 @@ std::vector<std::unique_ptr<PendingWorks>> HierarchicalExchange::receive_chunks(
   for (const auto& chunk : chunks) {
     auto& pending = *arriving.emplace_back(std::make_unique<PendingWorks>(group_, watch_));
     for (const auto& errand : chunk) {
-      traffic_.bytes_received +=
-          receive(group_, pending, range_of(bytes[errand.owner], errand.begin, errand.end),
-                  errand.owner, message_tag(MessageTag::bucket(0)));
+      messages_->add_received(receive(group_, pending,
+                                      range_of(bytes[errand.owner], errand.begin, errand.end),
+                                      errand.owner, message_tag(MessageTag::bucket(0))));
     }
   }
   return arriving;

@@ -44,15 +44,23 @@ std::vector<Errand> errands_for(const Hosts& hosts, size_t host, const Parts& pa
   return errands;
 }
 
+// Any of the parts; undefined if there is none.
+at::Tensor first_of(const Parts& parts) {
+  for (const auto& part : parts) {
+    if (!part.empty()) return part.front();
+  }
+  return {};
+}
+
 }  // namespace
 
-HostSums::HostSums(ProcessGroupPtr group, std::shared_ptr<ConnectionWatch> watch,
-                   std::shared_ptr<SharedMemory> shared, Traffic& traffic)
+HostSums::HostSums(std::shared_ptr<SharedMemory> shared, ProcessGroupPtr group,
+                   std::shared_ptr<ConnectionWatch> watch, std::shared_ptr<MessageCount> messages)
     : group_(std::move(group)),
       watch_(std::move(watch)),
       shared_(std::move(shared)),
-      traffic_(traffic),
-      on_host_(*shared_, SharedKey::kSums) {}
+      messages_(std::move(messages)),
+      on_host_(shared_, SharedKey::kSums) {}
 
 // What each rank of this host sums: first what it speaks for, which others wait for.
 Parts HostSums::parts_on_host(const Parts& parts, const std::vector<Errand>& errands) const {
@@ -75,24 +83,36 @@ at::ScalarType HostSums::sum_dtype(size_t host, at::ScalarType posted,
   return shared_->hosts().ranks[host].size() == 1 ? posted : setting.dtype.value_or(posted);
 }
 
-std::shared_ptr<HostSum> HostSums::start(const Setting& setting, const Parts& parts,
+// A sum that receives what other hosts send.
+std::shared_ptr<HostSum> HostSums::begin(const Setting& setting, const Parts& parts,
                                          const std::vector<at::Tensor>& into,
                                          const SumOptions& options) {
-  at::NoGradGuard no_grad;
   auto sum = std::make_shared<HostSum>();
   sum->tag_ = setting.message_tag;
   sum->options_ = options;
   sum->into_ = into;
   sum->own_numel_ = numel_of(into);
-  at::Tensor like;
-  for (const auto& part : parts) {
-    if (!part.empty()) like = part.front();
-  }
+  const auto like = first_of(parts);
+  if (like.defined()) receive_sums(*sum, setting, parts, like.scalar_type());
+  return sum;
+}
+
+void HostSums::expect(const Setting& setting, const Parts& like,
+                      const std::vector<at::Tensor>& into, const SumOptions& options) {
+  at::NoGradGuard no_grad;
+  expected_[setting.message_tag] = begin(setting, like, into, options);
+}
+
+std::shared_ptr<HostSum> HostSums::start(const Setting& setting, const Parts& parts,
+                                         const std::vector<at::Tensor>& into,
+                                         const SumOptions& options) {
+  at::NoGradGuard no_grad;
+  const auto expected = expected_.extract(setting.message_tag);
+  const auto sum = expected ? expected.mapped() : begin(setting, parts, into, options);
+  sum->options_ = options;
+  const auto like = first_of(parts);
   std::vector<Errand> errands;
-  if (like.defined()) {
-    errands = errands_for(shared_->hosts(), shared_->host(), parts);
-    receive_sums(*sum, setting, parts, like);
-  }
+  if (like.defined()) errands = errands_for(shared_->hosts(), shared_->host(), parts);
   std::vector<at::Tensor> host_into;
   for (const auto& errand : errands) {
     if (errand.speaker != group_->getRank()) continue;
@@ -111,19 +131,19 @@ std::shared_ptr<HostSum> HostSums::start(const Setting& setting, const Parts& pa
 
 // What other hosts add to what this rank owns.
 void HostSums::receive_sums(HostSum& sum, const Setting& setting, const Parts& parts,
-                            const at::Tensor& like) {
+                            at::ScalarType posted) {
   const auto& hosts = shared_->hosts();
   sum.arriving_ = std::make_shared<PendingWorks>(group_, watch_);
   sum.received_.resize(hosts.count());
   if (sum.own_numel_ == 0) return;
   const auto& wire = sum.options_.rounded_to;
   const bool in_blocks = is_in_blocks(wire);
+  const auto memory_options = sum.into_.front().options();
   for (size_t host = 0; host < hosts.count(); ++host) {
     if (host == shared_->host()) continue;
     auto& [sums, memory, messages] = sum.received_[host];
-    const auto dtype =
-        in_blocks ? at::kFloat : wire.value_or(sum_dtype(host, like.scalar_type(), setting));
-    sums = scratch_->take(sum.own_numel_, like.options().dtype(dtype));
+    const auto dtype = in_blocks ? at::kFloat : wire.value_or(sum_dtype(host, posted, setting));
+    sums = scratch_->take(sum.own_numel_, memory_options.dtype(dtype));
     memory.push_back(sums);
     for (const auto& errand : errands_for(hosts, host, parts)) {
       if (errand.owner != group_->getRank()) continue;
@@ -131,17 +151,22 @@ void HostSums::receive_sums(HostSum& sum, const Setting& setting, const Parts& p
       if (in_blocks) {
         auto into = side_by_side(range_of(sum.into_, errand.begin, errand.end), message);
         const int64_t bytes = bytes_in_blocks(into);
-        memory.push_back(scratch_->take(bytes, like.options().dtype(at::kByte)));
+        memory.push_back(scratch_->take(bytes, memory_options.dtype(at::kByte)));
         message = memory.back().narrow(0, 0, bytes);
         messages.push_back({message, std::move(into)});
       }
-      traffic_.bytes_received +=
-          receive(group_, *sum.arriving_, {message}, errand.speaker, sum.tag_);
+      messages_->add_received(receive(group_, *sum.arriving_, {message}, errand.speaker, sum.tag_));
     }
   }
 }
 
-bool HostSums::progress() {
+bool HostSums::attend() {
+  const bool more_on_host = on_host_.attend();
+  progress();
+  return more_on_host || !under_way_.empty();
+}
+
+void HostSums::progress() {
   at::NoGradGuard no_grad;
   on_host_.look();
   for (size_t i = 0; i < under_way_.size();) {
@@ -154,7 +179,6 @@ bool HostSums::progress() {
     under_way_.erase(under_way_.begin() + static_cast<std::ptrdiff_t>(i));
     add_later(*sum);
   }
-  return !under_way_.empty();
 }
 
 void HostSums::send_spoken(HostSum& sum) {
@@ -164,7 +188,7 @@ void HostSums::send_spoken(HostSum& sum) {
   for (const auto& [owner, host_memory, sums] : sum.to_send_) {
     const auto whole = host_memory.narrow(0, 0, numel_of(sums));
     const auto message = is_in_blocks(wire) ? to_blocks(sums) : wire ? whole.to(*wire) : whole;
-    traffic_ += send(group_, *sent, {message}, owner, sum.tag_);
+    messages_->add_sent(send(group_, *sent, {message}, owner, sum.tag_));
     memory.push_back(host_memory);
   }
   sum.to_send_.clear();

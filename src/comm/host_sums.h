@@ -5,14 +5,14 @@
 // the errand; an owner adds the hosts' sums in order of the hosts' lowest ranks, and divides.
 //
 // What happens in which thread: messages start, and host sums are taken, in calls of this rank's
-// thread, which looks whenever it calls or waits, so that other hosts do not wait for a rank that
-// waits for something else. Another thread waits for the sums of other hosts and adds them, since
-// Gloo does not report what has arrived. A call waits only in finish(), and finish() returns only
-// when this rank has started all messages that others wait for.
+// thread, or of its attendant (attended_sums.h) while that is elsewhere. Another thread waits for
+// the sums of other hosts and adds them, since Gloo does not report what has arrived. A call waits
+// only in finish().
 
 #include <atomic>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -67,8 +67,8 @@ class HostSum {
 
 class HostSums {
  public:
-  HostSums(ProcessGroupPtr group, std::shared_ptr<ConnectionWatch> watch,
-           std::shared_ptr<SharedMemory> shared, Traffic& traffic);
+  HostSums(std::shared_ptr<SharedMemory> shared, ProcessGroupPtr group,
+           std::shared_ptr<ConnectionWatch> watch, std::shared_ptr<MessageCount> messages);
 
   struct Setting {
     MessageTag tag;
@@ -80,16 +80,24 @@ class HostSums {
   // finished.
   std::shared_ptr<HostSum> start(const Setting& setting, const Parts& parts,
                                  const std::vector<at::Tensor>& into, const SumOptions& options);
+  // Starts to receive what other hosts will send for the next sum of parts like these, with the
+  // same arguments (Reduction::expect).
+  void expect(const Setting& setting, const Parts& like, const std::vector<at::Tensor>& into,
+              const SumOptions& options);
   // Whether it is done by `end`.
   bool done_by(const HostSum& sum, std::chrono::steady_clock::time_point end);
   void finish(const HostSum& sum);
-  // Does what other ranks have made possible. Returns whether there is more to come. Never waits.
-  bool progress();
+  // Does what other ranks have made possible while this one is elsewhere. Returns whether there is
+  // more to come. Never waits.
+  bool attend();
 
  private:
+  void progress();
   at::ScalarType sum_dtype(size_t host, at::ScalarType posted, const Setting& setting) const;
+  std::shared_ptr<HostSum> begin(const Setting& setting, const Parts& parts,
+                                 const std::vector<at::Tensor>& into, const SumOptions& options);
   void receive_sums(HostSum& sum, const Setting& setting, const Parts& parts,
-                    const at::Tensor& like);
+                    at::ScalarType posted);
   Parts parts_on_host(const Parts& parts, const std::vector<Errand>& errands) const;
   void send_spoken(HostSum& sum);
   static double add_hosts(const std::vector<HostSum::Received>& received,
@@ -100,10 +108,11 @@ class HostSums {
   ProcessGroupPtr group_;
   std::shared_ptr<ConnectionWatch> watch_;
   std::shared_ptr<SharedMemory> shared_;
-  Traffic& traffic_;
+  std::shared_ptr<MessageCount> messages_;
   PieceSums on_host_;
   std::shared_ptr<Scratch> scratch_ = std::make_shared<Scratch>();
-  std::deque<std::shared_ptr<HostSum>> under_way_;  // on this host
+  std::map<int, std::shared_ptr<HostSum>> expected_;  // by c10d's tag
+  std::deque<std::shared_ptr<HostSum>> under_way_;    // on this host
   Worker adding_, sending_;
 };
 

@@ -29,7 +29,6 @@ enum class ControlMessage : int {
   kStepOutcome,
   kStateSizes,
   kStateCatalogues,
-  kArrival,
   kFirstProbe,  // of what a backend can do
   kSecondProbe,
 };

@@ -133,7 +133,7 @@ class NativeExchange : public Exchange {
   std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag) override {
     auto pending = std::make_unique<PendingWorks>(group_);
     for (const auto& some : by_kind(parts)) start_gather(some, *pending);
-    count(parts, traffic_.bytes_sent, traffic_.bytes_received);
+    count_gather(parts);
     SHARDSTEP_FAILURE_POINT("native gather: started");
     return pending;
   }
@@ -155,7 +155,7 @@ class NativeExchange : public Exchange {
     auto pending = std::make_unique<PendingWorks>(group_);
     const auto kinds = by_kind(parts);
     TORCH_INTERNAL_ASSERT(kinds.size() <= 1, "shardstep: parts of several dtypes");
-    count(parts, traffic_.bytes_received, traffic_.bytes_sent);
+    count_sum(parts);
     if (kinds.empty()) return pending;
     const auto options = options_of(parts);
     const auto layout = layout_of(numel_by_rank(parts), options.device());
@@ -236,14 +236,23 @@ class NativeExchange : public Exchange {
         sum_in_rank_order(terms, into, {.divisor = divisor});
       }
     });
-    traffic_.bytes_sent += static_cast<int64_t>(input.nbytes());
-    traffic_.bytes_received += static_cast<int64_t>(output.nbytes());
+    messages_->add_sent({.bytes = static_cast<int64_t>(input.nbytes())});
+    messages_->add_received(static_cast<int64_t>(output.nbytes()));
     return pending;
   }
 
   // What a ring moves to bring every owner's parts to all ranks, or in the other direction to sum
   // them; the backend does not report what it really did.
-  void count_sum(const Parts& parts) { count(parts, traffic_.bytes_received, traffic_.bytes_sent); }
+  void count_gather(const Parts& parts) {
+    const auto [outward, inward] = bytes_of_ring(parts);
+    messages_->add_sent({.bytes = outward});
+    messages_->add_received(inward);
+  }
+  void count_sum(const Parts& parts) {
+    const auto [outward, inward] = bytes_of_ring(parts);
+    messages_->add_sent({.bytes = inward});
+    messages_->add_received(outward);
+  }
 
   // The reduction whose flat tensor exists on a device.
   std::unordered_map<at::Device, NativeReduction*> summing;
@@ -327,7 +336,9 @@ class NativeExchange : public Exchange {
     pending.add(group_->endCoalescing(device.type()), verb, kAllRanks);
   }
 
-  void count(const Parts& parts, int64_t& outward, int64_t& inward) {
+  // Bytes of this rank's own parts to the others, and of theirs.
+  std::pair<int64_t, int64_t> bytes_of_ring(const Parts& parts) const {
+    int64_t outward = 0, inward = 0;
     for (int rank = 0; rank < world_size(); ++rank) {
       const int64_t bytes = bytes_of(parts[rank]);
       if (rank == this->rank()) {
@@ -336,6 +347,7 @@ class NativeExchange : public Exchange {
         inward += bytes;
       }
     }
+    return {outward, inward};
   }
 };
 

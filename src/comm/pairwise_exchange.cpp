@@ -67,13 +67,13 @@ class PairwiseExchange : public Exchange {
     auto pending = std::make_unique<PendingWorks>(group_, watch_);
     for (int distance = 1; distance < world_size(); ++distance) {
       const int source = (rank() - distance + world_size()) % world_size();
-      traffic_.bytes_received += receive(group_, *pending, parts[source], source, message_tag(tag));
+      messages_->add_received(receive(group_, *pending, parts[source], source, message_tag(tag)));
     }
     const auto messages = as_messages(parts[rank()]);
     SHARDSTEP_FAILURE_POINT("pairwise gather: receives");
     for (int distance = 1; distance < world_size(); ++distance) {
       const int target = (rank() + distance) % world_size();
-      traffic_ += send_messages(group_, *pending, messages, target, message_tag(tag));
+      messages_->add_sent(send_messages(group_, *pending, messages, target, message_tag(tag)));
     }
     return pending;
   }
@@ -102,30 +102,41 @@ class PairwiseExchange : public Exchange {
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override;
 
-  Round start(const Parts& parts, MessageTag tag, std::optional<at::ScalarType> wire) {
-    Round round{
-        std::make_shared<PendingWorks>(group_, watch_), parts[rank()], Parts(world_size()), {}};
-    const int64_t numel = numel_of(round.own);
-    for (const auto& part : parts) round.bytes += bytes_of(part);
+  // A round that receives what this rank will own, in parts like these. `options`: of what is
+  // posted.
+  Round expect(const std::vector<at::Tensor>& own, const at::TensorOptions& options, MessageTag tag,
+               std::optional<at::ScalarType> wire) {
+    Round round{std::make_shared<PendingWorks>(group_, watch_), {}, Parts(world_size()), {}};
+    const int64_t numel = numel_of(own);
     for (int distance = 1; distance < world_size() && numel > 0; ++distance) {
       const int source = (rank() - distance + world_size()) % world_size();
-      const auto options = round.own.front().options();
       if (is_in_blocks(wire)) {
-        const int64_t bytes = bytes_in_blocks(round.own);
+        const int64_t bytes = bytes_in_blocks(own);
         round.memory.push_back(scratch_->take(bytes, options.dtype(at::kByte)));
         round.received[source] = {round.memory.back().narrow(0, 0, bytes)};
       } else {
         round.memory.push_back(scratch_->take(numel, wire ? options.dtype(*wire) : options));
-        round.received[source] = side_by_side_for_messages(round.own, round.memory.back());
+        round.received[source] = side_by_side_for_messages(own, round.memory.back());
       }
-      traffic_.bytes_received +=
-          receive(group_, *round.pending, round.received[source], source, message_tag(tag));
+      messages_->add_received(
+          receive(group_, *round.pending, round.received[source], source, message_tag(tag)));
     }
     SHARDSTEP_FAILURE_POINT("pairwise sum: receives");
+    return round;
+  }
+
+  Round start(const Parts& parts, MessageTag tag, std::optional<at::ScalarType> wire) {
+    const auto& own = parts[rank()];
+    const auto options = own.empty() ? at::TensorOptions() : own.front().options();
+    return start(expect(own, options, tag, wire), parts, tag, wire);
+  }
+  Round start(Round round, const Parts& parts, MessageTag tag, std::optional<at::ScalarType> wire) {
+    round.own = parts[rank()];
+    for (const auto& part : parts) round.bytes += bytes_of(part);
     for (int distance = 1; distance < world_size(); ++distance) {
       const int target = (rank() + distance) % world_size();
-      traffic_ +=
-          send(group_, *round.pending, rounded(parts[target], wire), target, message_tag(tag));
+      messages_->add_sent(
+          send(group_, *round.pending, rounded(parts[target], wire), target, message_tag(tag)));
     }
     if (is_in_blocks(wire)) round.own = rounded(round.own, wire);
     return round;
@@ -184,10 +195,19 @@ class PairwiseReduction : public Reduction {
     sum_ = at::empty({options.numel[rank]}, options.tensor);
   }
 
+  void expect(const Parts& like) override {
+    const auto& own = like[rank_];
+    if (own.empty()) return;
+    expected_ =
+        exchange_.expect(own, sum_.options().dtype(own.front().dtype()), tag_, options_.rounded_to);
+  }
+
   void post(Parts parts, bool squares) override {
     into_ = side_by_side(parts[rank_], sum_);
     options_.squares = squares;
-    auto round = exchange_.start(parts, tag_, options_.rounded_to);
+    auto expected = std::exchange(expected_, std::nullopt);
+    auto round = expected ? exchange_.start(std::move(*expected), parts, tag_, options_.rounded_to)
+                          : exchange_.start(parts, tag_, options_.rounded_to);
     if (exchange_.holds(round.bytes)) {
       small_round_ = std::make_unique<Round>(std::move(round));
     } else {
@@ -220,6 +240,7 @@ class PairwiseReduction : public Reduction {
   at::Tensor sum_;
   double squares_ = 0;
   std::vector<at::Tensor> into_;
+  std::optional<Round> expected_;       // the next
   std::unique_ptr<Round> small_round_;  // that is added up in finish()
   std::future<double> added_up_;
 };

@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "comm/abandoned_messages.h"
 #include "comm/lost_ranks.h"
 #include "failure_points.h"
 #include "launch/who.h"
@@ -122,6 +123,15 @@ auto with_context(const char* verb, int peer, const std::string& who, const Grou
 }
 
 }  // namespace
+
+// Another rank may have begun to send, or to receive, what was not waited for. Collectives look
+// after themselves.
+PendingWorks::~PendingWorks() {
+  if (!watch_ || works_.empty()) return;
+  AbandonedMessages messages{group_, {}, std::move(kept_)};
+  for (auto& item : works_) messages.works.push_back(std::move(item.work));
+  keep_abandoned(std::move(messages));
+}
 
 void PendingWorks::wait() {
   SHARDSTEP_FAILURE_POINT("messages: waits");

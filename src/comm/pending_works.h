@@ -29,6 +29,7 @@ class PendingWorks : public Pending {
         world_size_(group->getSize()),
         group_(group),
         watch_(std::move(watch)) {}
+  ~PendingWorks() override;
 
   void add(c10::intrusive_ptr<c10d::Work> work, const char* verb, int peer,
            std::function<void()> arrived = {}) {

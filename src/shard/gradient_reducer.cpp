@@ -1,5 +1,6 @@
 #include "shard/gradient_reducer.h"
 
+#include <c10/util/hash.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -82,6 +83,10 @@ bool GradientReducer::Bucket::has_trainable() const {
   return std::any_of(params.begin(), params.end(), [](const Watched& p) { return p.trainable; });
 }
 
+bool GradientReducer::Bucket::has_new_posts() const {
+  return posts.made > std::max(posts.forgotten, settled_posts);
+}
+
 void GradientReducer::Bucket::keep_sum() {
   if (sum_is_lent) sum = sum.clone();
   sum_is_lent = false;
@@ -159,6 +164,14 @@ void GradientReducer::add_bucket(std::vector<ReducedParam> params, ReductionOpti
   for (auto& param : bucket.params) watched_[param.reduced.index] = &param;
   bucket.gradient = bucket.params.front().reduced.param.options().requires_grad(false);
   bucket.sum_dtype = options.tensor.dtype().toScalarType();
+  bucket.like.resize(world_size_);
+  for (const auto& param : bucket.params) {
+    for (const auto& slice : param.reduced.slices) {
+      if (slice.elements.empty()) continue;
+      bucket.like[slice.rank].push_back(
+          at::empty({slice.elements.size()}, bucket.gradient.device(at::kMeta)));
+    }
+  }
   bucket.reduction = exchange_.make_reduction(options);
   follow_params();
 }
@@ -267,11 +280,7 @@ void GradientReducer::begin_round() {
     if (param->trainable) check_not_under_ddp(param->reduced.param, param->reduced.index);
   }
   before_round_();
-  // Else a rank might wait for another to read what the one before it posted. Of a bucket that was
-  // frozen since, a rank without a batch may have to post its part yet.
-  for (auto& bucket : buckets_) {
-    if (bucket->has_trainable() && is_under_way(*bucket)) take_sum(*bucket);
-  }
+  take_trainable_sums();  // else a rank might wait for another to read what the one before posted
   forget_unwanted();
   if (std::exchange(begins_anew_, false)) {
     for (const auto* param : watched_) {
@@ -293,6 +302,19 @@ void GradientReducer::begin_round() {
   made_round_ = true;
   settled_ = false;
   ++rounds_;
+  expect_next();
+}
+
+// Prepares for the next few buckets: each takes memory for what arrives.
+void GradientReducer::expect_next() {
+  constexpr int kAhead = 3;
+  int ahead = 0;
+  for (auto next = buckets_.rbegin(); next != buckets_.rend() && ahead < kAhead; ++next) {
+    auto& bucket = **next;
+    if (bucket.posted || bucket.like[rank_].empty() || !bucket.has_trainable()) continue;
+    if (!std::exchange(bucket.expected, true)) bucket.reduction->expect(bucket.like);
+    ++ahead;
+  }
 }
 
 void GradientReducer::make_round() {
@@ -313,11 +335,11 @@ int64_t GradientReducer::forgotten_rounds() const {
 }
 
 std::vector<GradientReducer::Posts> GradientReducer::posts() const {
-  const bool all_forgotten = forgotten_rounds() == rounds_;
+  const bool all = all_forgotten();
   std::vector<Posts> posts;
   for (const auto& bucket : buckets_) {
     posts.push_back(bucket->posts);
-    if (all_forgotten) posts.back().forgotten = bucket->posts.made;
+    if (all) posts.back().forgotten = bucket->posts.made;
   }
   return posts;
 }
@@ -326,19 +348,30 @@ std::vector<GradientReducer::Posts> GradientReducer::posts() const {
 void GradientReducer::forget_rounds() {
   forgotten_rounds_ = rounds_;
   for (auto& bucket : buckets_) bucket->posts.forgotten = bucket->posts.made;
-  forgot_some_ = has_contributed_ = false;
+  forgotten_parts_ = 0;
+  has_contributed_ = false;
   begins_anew_ = true;
 }
 
 void GradientReducer::forget_unwanted() {
+  forgotten_parts_ = forgotten_parts_when_behind();
   for (auto& bucket : buckets_) bucket->keep_what_is_wanted();
   for (const auto* param : watched_) {
-    auto& used = used_here_[param->reduced.index];
-    if (!used || param->sum_is_wanted()) continue;
-    forgot_some_ = forgot_some_ || !settled_;
-    used = 0;
+    if (!param->sum_is_wanted()) used_here_[param->reduced.index] = 0;
   }
-  if (forgotten_rounds() == rounds_) forget_rounds();
+  if (all_forgotten()) forget_rounds();
+}
+
+// A parameter that takes no part in rounds, being frozen or new, has nothing to forget.
+uint64_t GradientReducer::forgotten_parts_when_behind() const {
+  uint64_t parts = forgotten_parts();
+  if (all_forgotten()) return parts;
+  for (const auto* param : watched_) {
+    const auto& [index, tensor, slices] = param->reduced;
+    if (!tensor.requires_grad() || !param->bucket->has_new_posts()) continue;
+    if (!param->sum_is_wanted()) parts = c10::get_hash(parts, index, rounds_);
+  }
+  return parts;
 }
 
 void GradientReducer::post_until(Bucket& bucket, int64_t posts) {
@@ -367,7 +400,10 @@ void GradientReducer::forget_up_to(int64_t forgotten_rounds, const std::vector<P
 
 void GradientReducer::catch_up(int64_t rounds, const std::vector<Posts>& posts) {
   const std::lock_guard lock(mutex_);
-  if (rounds_ < rounds) forget_unwanted();  // as a round of its own would
+  if (rounds_ < rounds) {  // as a round of its own would
+    take_trainable_sums();
+    forget_unwanted();
+  }
   for (size_t b = 0; b < buckets_.size(); ++b) post_until(*buckets_[b], posts[b].made);
   if (rounds_ == rounds) return;
   rounds_ = rounds;
@@ -465,11 +501,20 @@ void GradientReducer::post(Bucket& bucket) {
     param.set_aside = false;
   }
   SHARDSTEP_FAILURE_POINT("gradients: complete");
+  if (in_round_) expect_next();
+  bucket.expected = false;
   bucket.reduction->post(std::move(parts), want_squares_);
   SHARDSTEP_FAILURE_POINT("gradients: posted");
   bucket.posted = true;
   ++bucket.posts.made;
   under_way_.push_back(&bucket);
+}
+
+// Of a bucket that was frozen since, a rank without a batch may have to post its part yet.
+void GradientReducer::take_trainable_sums() {
+  for (auto& bucket : buckets_) {
+    if (bucket->has_trainable() && is_under_way(*bucket)) take_sum(*bucket);
+  }
 }
 
 void GradientReducer::take_sums() {
@@ -507,12 +552,14 @@ void GradientReducer::settle(std::vector<uint8_t> used) {
   knows_used_ = begins_anew_ = true;
   std::fill(forgotten_here_.begin(), forgotten_here_.end(), false);
   settled_rounds_ = rounds_;
+  for (auto& bucket : buckets_) bucket->settled_posts = bucket->posts.made;
   for (auto* param : watched_) {
     auto& gradient = param->reduced.param.mutable_grad();
     if (!used_[param->reduced.index] && gradient.is_same(param->stand_in)) gradient.reset();
   }
   settled_ = true;
-  forgot_some_ = has_contributed_ = false;
+  forgotten_parts_ = 0;
+  has_contributed_ = false;
 }
 
 bool GradientReducer::has_gradient(int64_t param) const {

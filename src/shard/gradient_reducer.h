@@ -83,6 +83,7 @@ class SHARDSTEP_API GradientReducer {
   int64_t rounds() const { return rounds_; }
   // How many of them are forgotten for all parameters: what came before the last zero_grad().
   int64_t forgotten_rounds() const;
+  bool all_forgotten() const { return forgotten_rounds() == rounds_; }
   // By bucket: how often this rank has posted it, and how many of these are forgotten. Frozen
   // buckets and those that are yet to be added take no part in a round.
   struct Posts {
@@ -90,8 +91,10 @@ class SHARDSTEP_API GradientReducer {
     int64_t forgotten = 0;
   };
   std::vector<Posts> posts() const;
-  // Whether a round since settle() is forgotten for some parameters only.
-  bool forgot_some() const { return forgot_some_; }
+  // Which rounds since settle() are forgotten for some parameters only: a digest, 0 if there are
+  // none. That of a rank which will catch up includes what it forgets by doing so.
+  uint64_t forgotten_parts() const { return all_forgotten() ? 0 : forgotten_parts_; }
+  uint64_t forgotten_parts_when_behind() const;
   // Whether this rank has added gradients since settle() that it has not forgotten.
   bool has_contributed() const { return has_contributed_; }
   // A round to which this rank contributes what is in `.grad`, if anything. Collective.
@@ -186,15 +189,19 @@ class SHARDSTEP_API GradientReducer {
     std::vector<Watched> params;
     std::unique_ptr<Reduction> reduction;
     at::TensorOptions gradient;  // dtype and device of what is posted
+    Parts like;                  // what is posted, on the meta device
+    bool expected = false;       // by the reduction, in this round
     at::ScalarType sum_dtype = at::kFloat;
     size_t waiting_for = 0;  // parameters whose gradients are missing in this round
     bool posted = false;     // in this round
     Posts posts;
+    int64_t settled_posts = 0;  // how many there were at settle()
     at::Tensor sum;
     bool sum_is_lent = false;       // by the reduction
     std::optional<double> squares;  // of the sum
 
     bool has_trainable() const;
+    bool has_new_posts() const;  // that were neither settled nor forgotten
     void keep_sum();
     void forget();
     void keep_what_is_wanted();
@@ -209,10 +216,12 @@ class SHARDSTEP_API GradientReducer {
   void on_gradient(Watched& param);
   void begin_round();
   void post_missing();
+  void expect_next();
   void post_ready(Bucket& bucket);
   void post(Bucket& bucket);
   void take_ready_sums();
   void take_sums();
+  void take_trainable_sums();
   void take_sum(Bucket& bucket);
   bool is_under_way(const Bucket& bucket) const;
   void zero(Watched& param);
@@ -235,13 +244,13 @@ class SHARDSTEP_API GradientReducer {
   bool in_round_ = false;
   bool made_round_ = false;
   bool settled_ = false;
-  bool forgot_some_ = false;
   bool has_contributed_ = false;
   bool knows_used_ = true;   // used_here_ is what any rank used
   bool begins_anew_ = true;  // the next round: it is the first since settle(), or all are forgotten
   int64_t settled_rounds_ = 0;
   int64_t rounds_ = 0;
   int64_t forgotten_rounds_ = 0;
+  uint64_t forgotten_parts_ = 0;
   // By parameter: what this rank used since settle(), and what any rank had used before.
   std::vector<uint8_t> used_here_;
   // By parameter: whether what was summed before the rounds since settle() is forgotten.

@@ -95,7 +95,6 @@ void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
     failure = std::current_exception();
   }
   wait();
-  await_ranks();
   const auto control = control_group();  // as long as not all ranks have another
   const int64_t channel = detail::agree(control, lines, failure);
   const Partition before = partition_;

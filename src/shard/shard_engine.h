@@ -166,10 +166,6 @@ class SHARDSTEP_API ShardEngine {
   int world_size() const { return group_->getSize(); }
   const EngineOptions& options() const { return options_; }
   int stage() const { return options_.stage2 ? 2 : 1; }
-  // Returns when all ranks have called it. Meanwhile this rank does for their backward passes what
-  // they wait for, which it would not while it waits in a collective of c10d: call it before one.
-  // Collective.
-  void await_ranks() const;
   // Throws ValueError in stage 1, naming what was called.
   void check_stage_2(const char* what) const;
   // Null in a group of one.

@@ -108,11 +108,6 @@ void ShardEngine::drop_sums() {
   if (gradients_) gradients_->drop_all();
 }
 
-void ShardEngine::await_ranks() const {
-  if (!reducer_ || !exchange_->any_order()) return;
-  detail::all_gather(control(), at::zeros({1}, at::kByte), ControlMessage::kArrival);
-}
-
 void ShardEngine::check_stage_2(const char* what) const {
   TORCH_CHECK_VALUE(options_.stage2, "shardstep: expected stage 2 for ", what,
                     "; in stage 1 gradients are whole, use torch's own", detail::who(group_));

@@ -143,6 +143,7 @@ void ShardedGradients::refuse_rounds(const std::vector<Message>& messages, int64
     const auto& message = messages[rank];
     got += c10::str(rank == 0 ? "" : ", ", message.rounds, " on rank ", rank, " (",
                     message.forgotten_rounds, " forgotten",
+                    message.met_forgotten ? ", of other parameters than those of others" : "",
                     message.looks_back ? ", asks about its last step)" : ")");
   }
   TORCH_CHECK(false,
@@ -155,13 +156,24 @@ void ShardedGradients::refuse_rounds(const std::vector<Message>& messages, int64
               detail::who(group_));
 }
 
+// Whether a rank has posted a bucket, other than in posts that it has forgotten, together with
+// posts that another has: a group that was added, or a bucket that was frozen, took part in other
+// rounds.
+bool ShardedGradients::met_forgotten(const Posts& theirs, const Posts& all) {
+  for (size_t b = 0; b < theirs.size(); ++b) {
+    if (theirs[b].forgotten < all[b].forgotten && theirs[b].made > theirs[b].forgotten) return true;
+  }
+  return false;
+}
+
 // A rank that made fewer rounds had no batch then, and adds zeros. One that has added nothing also
 // follows a zero_grad() of the others; else its gradients may have met those that were forgotten.
+// What was forgotten of single parameters between rounds must be the same on all ranks by then.
 // What changed before the missing rounds is repeated before they are added. `flags` by rank.
 void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& posts,
                                const std::vector<const uint8_t*>& flags) {
   int64_t rounds = 0, forgotten = 0;
-  bool same = true, refused = false;
+  bool same = true, same_parts = true, refused = false;
   uint64_t changes = 0;
   for (const auto& message : messages) {
     rounds = std::max(rounds, message.rounds);
@@ -170,11 +182,18 @@ void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& post
     forgotten = message.forgotten_rounds;
     changes = message.changes;
   }
+  const auto parts_of = [&](const Message& message) {
+    return message.rounds < rounds ? message.forgotten_parts_when_behind : message.forgotten_parts;
+  };
+  for (const auto& message : messages) {
+    same_parts = same_parts && parts_of(message) == parts_of(messages[0]);
+  }
   const auto own = static_cast<size_t>(group_->getRank());
   for (auto& message : messages) {
     const bool forgets = message.forgotten_rounds < forgotten;
-    refused = refused || (forgets && message.has_contributed && !message.has_joined) ||
-              (!same && (message.forgot_some || message.looks_back));
+    const bool mixed = forgets || message.met_forgotten;
+    refused = refused || (mixed && message.has_contributed && !message.has_joined) ||
+              (!same && (!same_parts || message.looks_back));
     if (!forgets) continue;
     message.changes = message.has_joined ? 0 : changes;
     message.change_count = 0;
@@ -271,7 +290,8 @@ ShardedGradients::Message ShardedGradients::message(const Question& question) {
   return {.params = agreement_.summary(params_),
           .rounds = reducer_.rounds(),
           .forgotten_rounds = reducer_.forgotten_rounds(),
-          .forgot_some = reducer_.forgot_some(),
+          .forgotten_parts = reducer_.forgotten_parts(),
+          .forgotten_parts_when_behind = reducer_.forgotten_parts_when_behind(),
           .has_contributed = reducer_.has_contributed(),
           .looks_back = !reducer_.made_round(),
           .has_joined = joined_,
@@ -325,11 +345,13 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
   agreement_.check(control_, params_, summaries);
   std::vector<uint8_t> used(own_flags.size());
   std::vector<const uint8_t*> flags;  // by rank
+  std::vector<Posts> posts_by_rank;
   bool same_forgotten = true;
   for (size_t rank = 0; rank < received.size(); ++rank) {
     const auto* theirs = received[rank].const_data_ptr<uint8_t>() + sizeof(Message);
+    auto& own_of_rank = posts_by_rank.emplace_back(posts.size());
     for (size_t b = 0; b < posts.size(); ++b) {
-      GradientReducer::Posts made;
+      auto& made = own_of_rank[b];
       std::memcpy(&made, theirs + b * sizeof(made), sizeof(made));
       const detail::PeerInput peer(group_, static_cast<int>(rank));
       peer.check("the posts of a bucket", made.made, 0, own_posts[b].made + kMostRoundsAhead);
@@ -339,6 +361,9 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
     }
     flags.push_back(theirs + posts_size);
     same_forgotten = same_forgotten && messages[rank].forgotten_rounds == forgotten;
+  }
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    messages[rank].met_forgotten = met_forgotten(posts_by_rank[rank], posts);
   }
   const size_t leader = leader_of(messages);
   for (size_t rank = 0; rank < messages.size(); ++rank) {
@@ -375,6 +400,8 @@ void ShardedGradients::answer(const std::vector<Message>& messages) {
       whole_ = {question.which, gather_whole(question.which)};
     } else if (question.kind == Kind::kStatistic || question.kind == Kind::kSquares) {
       const auto own = own_values(question);
+      if (question.kind == Kind::kSquares) squares_of_ = present();
+      known_.erase(question);
       const Merging merging(static_cast<GradientStatistic>(question.which), question.norm_type);
       auto& values = known_[question];
       for (const auto& tensor : detail::all_gather(control_, at::tensor(own, at::kDouble),
@@ -454,14 +481,25 @@ double ShardedGradients::total_norm(double norm_type) {
   const Question each{Kind::kStatistic, static_cast<int64_t>(GradientStatistic::kNorm), norm_type};
   const Question together{Kind::kSquares, static_cast<int64_t>(GradientStatistic::kNorm), 2};
   if (norm_type == 2 && !knows(each)) {
-    if (!knows(together)) ask(together);
+    if (!knows(together) || squares_of_ != present()) ask(together);
     return known_.at(together).front();
   }
   double total = merging.neutral();
-  for (double norm : statistic(GradientStatistic::kNorm, norm_type)) {
-    total = merging.merge(total, norm);
+  const auto& norms = statistic(GradientStatistic::kNorm, norm_type);
+  for (size_t param = 0; param < norms.size(); ++param) {
+    // It may have been dropped since the question was asked.
+    if (!reducer_.has_gradient(static_cast<int64_t>(param))) continue;
+    total = merging.merge(total, norms[param]);
   }
   return total;
+}
+
+std::vector<bool> ShardedGradients::present() const {
+  std::vector<bool> present(params_.size());
+  for (size_t param = 0; param < present.size(); ++param) {
+    present[param] = reducer_.has_gradient(static_cast<int64_t>(param));
+  }
+  return present;
 }
 
 // Clipping will ask for the 2-norm next, and it costs no more than another. If it is not finite,

@@ -86,12 +86,13 @@ class SHARDSTEP_API ShardedGradients {
     int64_t params = 0;  // a summary of the parameters
     int64_t rounds = 0;
     int64_t forgotten_rounds = 0;
+    uint64_t forgotten_parts = 0, forgotten_parts_when_behind = 0;  // of GradientReducer
     // Not bool, of which a damaged rank could send one that is neither.
-    uint8_t forgot_some = 0;
     uint8_t has_contributed = 0;
     uint8_t looks_back = 0;  // at the gradients of the last step
     uint8_t has_joined = 0;
     uint8_t has_only_zeros = 0;
+    uint8_t met_forgotten = 0;  // set where it is received
     Question question;
     uint64_t changes = 0;  // their digest
     int64_t change_count = 0;
@@ -107,6 +108,7 @@ class SHARDSTEP_API ShardedGradients {
   void answer(const std::vector<Message>& messages);
   using Posts = std::vector<GradientReducer::Posts>;  // by bucket
   Message message(const Question& question);
+  static bool met_forgotten(const Posts& theirs, const Posts& all);
   void line_up(std::vector<Message>& messages, const Posts& posts,
                const std::vector<const uint8_t*>& flags);
   [[noreturn]] void refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
@@ -118,6 +120,7 @@ class SHARDSTEP_API ShardedGradients {
   void check_same_changes(const std::vector<Message>& messages) const;
   void check_not_replaced(const std::vector<Message>& messages) const;
   std::vector<double> own_values(const Question& question);
+  std::vector<bool> present() const;  // by parameter: whether it has a gradient now
   at::Tensor gather_whole(int64_t param);
   void make(const GradientChange& change);
   void forget_changes();
@@ -130,6 +133,7 @@ class SHARDSTEP_API ShardedGradients {
   detail::ParamAgreement& agreement_;
   const std::vector<at::Tensor>& params_;
   std::map<Question, std::vector<double>> known_;  // answers for the current gradients
+  std::vector<bool> squares_of_;  // what was present when the norm of all was asked for
   std::optional<std::pair<int64_t, at::Tensor>> whole_;
   GradientChanges changes_;
   bool met_ = false;  // since the last step: others may have had a batch then

@@ -15,6 +15,7 @@ OptimizerStats ZeroRedundancyOptimizer::stats() const {
   const auto traffic = engine_->traffic();
   stats.bytes_sent = traffic.bytes_sent - sent_before_;
   stats.bytes_received = traffic.bytes_received - received_before_;
+  stats.bytes_shared = traffic.bytes_shared - shared_before_;
   stats.buckets = static_cast<int64_t>(engine_->buckets().size());
   for (const auto& bucket : engine_->buckets()) {
     if (bucket.flat().defined()) {
@@ -28,8 +29,10 @@ OptimizerStats ZeroRedundancyOptimizer::stats() const {
 
 void ZeroRedundancyOptimizer::reset_stats() {
   engine_->phase_times().reset();
-  sent_before_ = engine_->traffic().bytes_sent;
-  received_before_ = engine_->traffic().bytes_received;
+  const auto traffic = engine_->traffic();
+  sent_before_ = traffic.bytes_sent;
+  received_before_ = traffic.bytes_received;
+  shared_before_ = traffic.bytes_shared;
 }
 
 }  // namespace shardstep

@@ -25,6 +25,7 @@ uint32_t BucketSegment::publish(const Parts& parts) {
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
     copy_past_caches(to, static_cast<const std::byte*>(tensor.const_data_ptr()), bytes);
     to += bytes;
+    shared_.count_copied(bytes);
   }
   end_part();
   return rounds_;

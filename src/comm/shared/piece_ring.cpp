@@ -19,11 +19,14 @@ class PieceRing::PartBytes {
     }
   }
   int64_t left() const { return cursor_.left(); }
-  void read_piece(std::byte* to) {
+  // Returns how many bytes it had.
+  int64_t read_piece(std::byte* to) {
+    const int64_t before = left();
     cursor_.advance(kPieceBytes, [&](size_t which, int64_t offset, int64_t size) {
       std::memcpy(to, at(which, offset), static_cast<size_t>(size));
       to += size;
     });
+    return before - left();
   }
   void write_piece(const std::byte* from) {
     cursor_.advance(kPieceBytes, [&](size_t which, int64_t offset, int64_t size) {
@@ -67,7 +70,7 @@ void PieceRing::publish(PartBytes& own) {
     shared_.wait(counts(other).fetched, published_ + 1 - kSlots, other, what);
     shared_.check_count(counts(other).fetched, published_, other);
   }
-  own.read_piece(slot(shared_.rank(), published_));
+  shared_.count_copied(own.read_piece(slot(shared_.rank(), published_)));
   SHARDSTEP_FAILURE_POINT("ring: copied");
   shared_.raise(counts(shared_.rank()).published);
   SHARDSTEP_FAILURE_POINT("ring: published");

@@ -11,14 +11,14 @@
 
 namespace shardstep::detail {
 
-PieceSums::PieceSums(SharedMemory& shared, int64_t key)
-    : shared_(shared),
-      layout_(header_bytes(shared.world_size()),
-              std::vector<int64_t>(shared.world_size(), kSlots * kPieceBytes)),
-      segment_(shared.allocate(key, layout_, SharedMemory::ReserveOwn::kLater)),
-      read_(shared.world_size()),
-      lent_(shared.world_size()),
-      noted_(shared.world_size()) {}
+PieceSums::PieceSums(std::shared_ptr<SharedMemory> shared, int64_t key)
+    : shared_(std::move(shared)),
+      layout_(header_bytes(shared_->world_size()),
+              std::vector<int64_t>(shared_->world_size(), kSlots * kPieceBytes)),
+      segment_(shared_->allocate(key, layout_, SharedMemory::ReserveOwn::kLater)),
+      read_(shared_->world_size()),
+      lent_(shared_->world_size()),
+      noted_(shared_->world_size()) {}
 
 int64_t PieceSums::header_bytes(int world_size) {
   return world_size * static_cast<int64_t>(sizeof(Source)) +
@@ -30,7 +30,7 @@ PieceSums::Source& PieceSums::source(int rank) {
 }
 
 PieceSums::Mailbox& PieceSums::mailbox(int source, int owner) {
-  const int world_size = shared_.world_size();
+  const int world_size = shared_->world_size();
   auto* const boxes = reinterpret_cast<Mailbox*>(segment_.memory.get() +
                                                  world_size * static_cast<int64_t>(sizeof(Source)));
   return boxes[source * world_size + owner];
@@ -44,22 +44,23 @@ std::shared_ptr<PieceSum> PieceSums::start(MessageTag tag, const Parts& parts,
                                            const std::vector<at::Tensor>& into,
                                            const SumOptions& options) {
   const std::shared_ptr<PieceSum> sum(new PieceSum(tag, options));
-  sum->own_ = parts[shared_.rank()];
+  sum->own_ = parts[shared_->rank()];
   sum->into_ = into;
   for (const auto& tensor : sum->own_) sum->to_sum_.add(tensor.numel());
-  sum->outgoing_.resize(shared_.world_size());
-  for (int owner = 0; owner < shared_.world_size(); ++owner) {
+  sum->outgoing_.resize(shared_->world_size());
+  for (int owner = 0; owner < shared_->world_size(); ++owner) {
     auto& [tensors, elements] = sum->outgoing_[owner];
     for (const auto& tensor : parts[owner]) {
       sum->sent_as_ = is_in_blocks(options.rounded_to)
                           ? at::kFloat
                           : options.rounded_to.value_or(tensor.scalar_type());
-      if (owner == shared_.rank()) continue;
+      if (owner == shared_->rank()) continue;
       tensors.push_back(tensor);
       elements.add(tensor.numel());
     }
   }
   TORCH_INTERNAL_ASSERT(adding_.count(tag.value()) == 0);
+  source(shared_->rank()).activity.store(kComputes, std::memory_order_relaxed);
   adding_[tag.value()] = sum;
   posting_.push_back(sum);
   look();
@@ -74,7 +75,7 @@ bool PieceSums::done_by(const PieceSum& sum, std::chrono::steady_clock::time_poi
 
 bool PieceSums::done_by(const std::function<bool()>& done,
                         std::chrono::steady_clock::time_point end) {
-  auto& bell = shared_.mail_bell(shared_.rank());
+  auto& bell = shared_->mail_bell(shared_->rank());
   for (;;) {
     look();
     if (done()) return true;
@@ -97,29 +98,42 @@ void PieceSums::wait_until(const std::function<bool()>& done, const std::functio
     if (done()) return;
     spin_pause();
   }
-  constexpr std::chrono::milliseconds kPatience{1}, kLongPatience{100};
-  using Clock = std::chrono::steady_clock;
-  auto& activity = source(shared_.rank()).activity;
-  auto last = Clock::now();
-  const auto look_and_move_out = [&] {
-    const uint32_t heard = heard_;
+  news_ = std::chrono::steady_clock::now();
+  const auto reached = [&] {
     look();
     if (done()) return true;
-    if (heard_ != heard) last = Clock::now();
-    activity.store(posting_.empty() ? kWaits : kWaitsForSlots, std::memory_order_relaxed);
-    const auto waited = Clock::now() - last;
-    if (waited > kPatience) move_out(/*also_if_missing_is_on_its_way=*/waited > kLongPatience);
+    make_room(kWaits);
     return false;
   };
-  shared_.wait_until(look_and_move_out,
-                     {shared_.mail_bell(shared_.rank()), awaited, what, kPatience});
-  activity.store(kComputes, std::memory_order_relaxed);
+  shared_->wait_until(reached, {shared_->mail_bell(shared_->rank()), awaited, what, kPatience});
+  source(shared_->rank()).activity.store(kComputes, std::memory_order_relaxed);
+}
+
+bool PieceSums::attend() {
+  at::NoGradGuard no_grad;
+  look();
+  make_room(kComputes);
+  return !posting_.empty() || !adding_.empty() || holds_slots();
+}
+
+// After a look, says what this rank does, and that it waits for slots if so.
+void PieceSums::make_room(Activity activity) {
+  constexpr std::chrono::milliseconds kLongPatience{100};
+  source(shared_->rank())
+      .activity.store(posting_.empty() ? activity : kWaitsForSlots, std::memory_order_relaxed);
+  const auto waited = std::chrono::steady_clock::now() - news_;
+  if (waited > kPatience) move_out(/*also_if_missing_is_on_its_way=*/waited > kLongPatience);
+}
+
+bool PieceSums::holds_slots() const {
+  return std::any_of(noted_.begin(), noted_.end(), [](SlotSet slots) { return slots != 0; });
 }
 
 void PieceSums::look() {
-  const uint32_t heard = shared_.mail_bell(shared_.rank()).heard();
+  const uint32_t heard = shared_->mail_bell(shared_->rank()).heard();
   if (heard == heard_) return;
   heard_ = heard;
+  news_ = std::chrono::steady_clock::now();
   for (int tag : take_notes()) {
     const auto sum = adding_.find(tag);
     if (sum != adding_.end()) add_up(*sum->second);
@@ -129,10 +143,10 @@ void PieceSums::look() {
 
 std::optional<uint32_t> PieceSums::free_slot() {
   if (free_.empty()) {
-    for (int owner = 0; owner < shared_.world_size(); ++owner) {
-      if (owner == shared_.rank()) continue;
-      auto& queue = mailbox(shared_.rank(), owner).slots_back;
-      const auto peer = shared_.input_of(owner);
+    for (int owner = 0; owner < shared_->world_size(); ++owner) {
+      if (owner == shared_->rank()) continue;
+      auto& queue = mailbox(shared_->rank(), owner).slots_back;
+      const auto peer = shared_->input_of(owner);
       peer.check("the slots that came back", queue.waiting(read_[owner].slots_back), 0, kSlots);
       while (const auto slot = queue.pop(read_[owner].slots_back)) {
         peer.require(*slot < kSlots && (lent_[owner] >> *slot & 1) != 0,
@@ -143,11 +157,11 @@ std::optional<uint32_t> PieceSums::free_slot() {
     }
   }
   if (free_.empty() && reserved_ < kSlots) {
-    const int64_t begin = layout_.begin(shared_.rank()) + reserved_ * kPieceBytes;
+    const int64_t begin = layout_.begin(shared_->rank()) + reserved_ * kPieceBytes;
     const int error = segment_.reserve(begin, begin + kPieceBytes);
     if (error == 0) free_.push_back(reserved_++);
     // Fewer slots are slower, but enough.
-    if (reserved_ == 0) shared_.throw_no_room(kPieceBytes, error);
+    if (reserved_ == 0) shared_->throw_no_room(kPieceBytes, error);
   }
   if (free_.empty()) return std::nullopt;
   const uint32_t slot = free_.back();
@@ -161,8 +175,8 @@ void PieceSums::post_what_fits() {
     auto& sum = *posting_.front();
     for (bool any = true; any;) {
       any = false;
-      for (int distance = 1; distance < shared_.world_size(); ++distance) {
-        const int owner = (shared_.rank() + distance) % shared_.world_size();
+      for (int distance = 1; distance < shared_->world_size(); ++distance) {
+        const int owner = (shared_->rank() + distance) % shared_->world_size();
         if (sum.outgoing_[owner].elements.left() == 0) continue;
         const auto slot = free_slot();
         if (!slot) return;
@@ -178,7 +192,7 @@ void PieceSums::post_what_fits() {
 
 void PieceSums::post_piece(PieceSum& sum, int owner, uint32_t slot) {
   auto& [tensors, elements] = sum.outgoing_[owner];
-  std::byte* to = this->slot(shared_.rank(), slot);
+  std::byte* to = this->slot(shared_->rank(), slot);
   const auto item = static_cast<int64_t>(c10::elementSize(sum.sent_as_));
   elements.advance(kPieceBytes / item, [&](size_t which, int64_t offset, int64_t size) {
     const auto& tensor = tensors[which];
@@ -195,25 +209,26 @@ void PieceSums::post_piece(PieceSum& sum, int owner, uint32_t slot) {
   });
   SHARDSTEP_FAILURE_POINT("sums: copied");
   lent_[owner] |= SlotSet{1} << slot;
-  mailbox(shared_.rank(), owner).notes.push({sum.tag_.value(), slot});
+  shared_->count_copied(to - this->slot(shared_->rank(), slot));
+  mailbox(shared_->rank(), owner).notes.push({sum.tag_.value(), slot});
   SHARDSTEP_FAILURE_POINT("sums: noted");
-  shared_.mail_bell(owner).ring();
+  shared_->mail_bell(owner).ring();
 }
 
 // The tags of pieces that have arrived.
 std::vector<int> PieceSums::take_notes() {
   std::vector<int> tags;
-  for (int from = 0; from < shared_.world_size(); ++from) {
-    if (from == shared_.rank()) continue;
-    const auto& queue = mailbox(from, shared_.rank()).notes;
-    const auto peer = shared_.input_of(from);
+  for (int from = 0; from < shared_->world_size(); ++from) {
+    if (from == shared_->rank()) continue;
+    const auto& queue = mailbox(from, shared_->rank()).notes;
+    const auto peer = shared_->input_of(from);
     peer.check("the notes", queue.waiting(read_[from].notes), 0, kSlots);
     while (const auto note = queue.pop(read_[from].notes)) {
       peer.require(note->slot < kSlots && (noted_[from] >> note->slot & 1) == 0,
                    "a note of a slot that cannot be");
       noted_[from] |= SlotSet{1} << note->slot;
       auto& arrived = arrived_[note->tag];
-      arrived.resize(shared_.world_size());
+      arrived.resize(shared_->world_size());
       arrived[from].push_back({note->slot, {}});
       if (tags.empty() || tags.back() != note->tag) tags.push_back(note->tag);
     }
@@ -225,9 +240,9 @@ std::vector<int> PieceSums::take_notes() {
 void PieceSums::add_up(PieceSum& sum) {
   if (sum.to_sum_.left() > 0) {
     auto& arrived = arrived_[sum.tag_.value()];
-    arrived.resize(shared_.world_size());
+    arrived.resize(shared_->world_size());
     while (sum.to_sum_.left() > 0) {
-      if (missing_rank(sum) != shared_.rank()) return;
+      if (missing_rank(sum) != shared_->rank()) return;
       add_up_piece(sum, arrived);
     }
   }
@@ -255,8 +270,8 @@ void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
   sum.to_sum_.advance(kPieceBytes / item, [&](size_t which, int64_t offset, int64_t size) {
     const auto& own = sum.own_[which];
     std::vector<at::Tensor> terms;
-    for (int rank = 0; rank < shared_.world_size(); ++rank) {
-      if (rank == shared_.rank()) {
+    for (int rank = 0; rank < shared_->world_size(); ++rank) {
+      if (rank == shared_->rank()) {
         terms.push_back(own_term(sum, own, offset, size));
         continue;
       }
@@ -270,8 +285,8 @@ void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
     begin += size;
   });
   SHARDSTEP_FAILURE_POINT("sums: added");
-  for (int rank = 0; rank < shared_.world_size(); ++rank) {
-    if (rank == shared_.rank()) continue;
+  for (int rank = 0; rank < shared_->world_size(); ++rank) {
+    if (rank == shared_->rank()) continue;
     const auto piece = std::move(arrived[rank].front());
     arrived[rank].pop_front();
     if (piece.moved.defined()) continue;
@@ -281,8 +296,8 @@ void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
 
 void PieceSums::return_slot(int source, uint32_t slot) {
   noted_[source] &= ~(SlotSet{1} << slot);
-  mailbox(source, shared_.rank()).slots_back.push(slot);
-  shared_.mail_bell(source).ring();
+  mailbox(source, shared_->rank()).slots_back.push(slot);
+  shared_->mail_bell(source).ring();
 }
 
 // Moves pieces out of the slots of ranks that wait for slots. The piece that is missing for a sum
@@ -296,7 +311,7 @@ void PieceSums::move_out(bool also_if_missing_is_on_its_way) {
     const bool on_its_way =
         sum != adding_.end() && activity_of(missing_rank(*sum->second)) == kComputes;
     if (on_its_way && !also_if_missing_is_on_its_way) continue;
-    for (int from = 0; from < shared_.world_size(); ++from) {
+    for (int from = 0; from < shared_->world_size(); ++from) {
       if (activity_of(from) != kWaitsForSlots) continue;
       for (auto& [slot, moved] : arrived[from]) {
         if (moved.defined()) continue;
@@ -310,11 +325,11 @@ void PieceSums::move_out(bool also_if_missing_is_on_its_way) {
 
 int PieceSums::missing_rank(const PieceSum& sum) const {
   const auto arrived = arrived_.find(sum.tag_.value());
-  for (int rank = 0; rank < shared_.world_size(); ++rank) {
-    if (rank == shared_.rank() || sum.to_sum_.left() == 0) continue;
+  for (int rank = 0; rank < shared_->world_size(); ++rank) {
+    if (rank == shared_->rank() || sum.to_sum_.left() == 0) continue;
     if (arrived == arrived_.end() || arrived->second[rank].empty()) return rank;
   }
-  return shared_.rank();
+  return shared_->rank();
 }
 
 }  // namespace shardstep::detail

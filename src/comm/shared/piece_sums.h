@@ -4,11 +4,12 @@
 // buckets nor with their number. A source copies a part piece by piece into slots of its own and
 // sends each owner a note; the owner sums a piece as soon as every rank's has arrived, and returns
 // the slot. Parts for which there is no slot stay where they are and are sent whenever this rank
-// looks. A rank looks in every call here, and only finish() waits.
+// looks. A rank looks in every call here, and only finish() waits; an attendant (attended_sums.h)
+// looks while the rank is elsewhere.
 //
-// Ranks may start their buckets in any order. So that no rank waits for ever, a waiting rank moves
-// pieces that it cannot sum yet out of the slots of ranks that need one. Modelled in
-// proofs/piece_sums.pml.
+// Ranks may start their buckets in any order. So that no rank waits for ever, a rank that waits or
+// is elsewhere moves pieces that it cannot sum yet out of the slots of ranks that need one.
+// Modelled in proofs/piece_sums.pml.
 
 #include <ATen/core/Tensor.h>
 
@@ -56,7 +57,7 @@ class PieceSum {
 
 class PieceSums {
  public:
-  PieceSums(SharedMemory& shared, int64_t key);
+  PieceSums(std::shared_ptr<SharedMemory> shared, int64_t key);
 
   // Starts to sum parts[r] of all ranks on rank r. `into` has a tensor for each of this rank's
   // own, which may be the same. REQUIRES: parts of one dtype; the last sum with this tag is done.
@@ -74,13 +75,17 @@ class PieceSums {
                   const std::function<std::string()>& what);
   // Does what other ranks have made possible since the last call.
   void look();
+  // The same for a rank that is elsewhere, and makes room as one that waits. Returns whether there
+  // is more to come.
+  bool attend();
   // The first rank whose next piece has not arrived; this rank if there is none.
   int missing_rank(const PieceSum& sum) const;
 
  private:
   static constexpr int64_t kPieceBytes = 512 * 1024;
-  static constexpr uint32_t kSlots = 24;      // 12 MiB per rank
-  static constexpr uint32_t kQueueSize = 32;  // at least kSlots, and a power of two
+  static constexpr std::chrono::milliseconds kPatience{1};  // until a rank that waits makes room
+  static constexpr uint32_t kSlots = 24;                    // 12 MiB per rank
+  static constexpr uint32_t kQueueSize = 32;                // at least kSlots, and a power of two
 
   struct Note {
     int32_t tag;
@@ -124,9 +129,11 @@ class PieceSums {
   void add_up_piece(PieceSum& sum, Arrived& arrived);
   at::Tensor own_term(const PieceSum& sum, const at::Tensor& own, int64_t offset, int64_t size);
   void return_slot(int source, uint32_t slot);
+  void make_room(Activity activity);
+  bool holds_slots() const;
   void move_out(bool also_if_missing_is_on_its_way);
 
-  SharedMemory& shared_;
+  std::shared_ptr<SharedMemory> shared_;
   SegmentLayout layout_;
   Segment segment_;
   at::Tensor restored_;                              // room for own terms that went through blocks
@@ -136,6 +143,7 @@ class PieceSums {
   std::vector<SlotSet> lent_;                        // to each rank: own slots that hold a piece
   std::vector<SlotSet> noted_;                       // by rank: its slots that hold one for this
   uint32_t heard_ = 0;                               // of this rank's bell
+  std::chrono::steady_clock::time_point news_;       // when it was last heard to ring
   std::deque<std::shared_ptr<PieceSum>> posting_;    // in the order in which they started
   std::map<int, std::shared_ptr<PieceSum>> adding_;  // by tag
   std::map<int, Arrived> arrived_;                   // by tag

@@ -220,14 +220,12 @@ void SharedMemory::check_count(const SharedCount& count, uint32_t most, int rank
 // Modelled in proofs/waiting.pml, as are raise() and give_up().
 void SharedMemory::wait_until(const std::function<bool()>& reached, const Waiting& waiting) {
   constexpr auto kPatience = std::chrono::seconds(2);  // with one that waits for another
-  constexpr std::chrono::milliseconds kMeanwhile{1};
   const auto begin = Clock::now();
   const auto of_rank = [&](int rank) {
     return rank < 0 ? std::string() : c10::str(" of rank ", group_ranks()[rank]);
   };
   for (;;) {
     const uint32_t heard = waiting.bell.heard();
-    const bool more_to_do = meanwhile_ && meanwhile_();
     if (reached()) return;
     check_nobody_gave_up();
     const auto waited = Clock::now() - begin;
@@ -240,7 +238,7 @@ void SharedMemory::wait_until(const std::function<bool()>& reached, const Waitin
     }
     TORCH_CHECK(waited < timeout_, "shardstep: waited ", timeout_.count(), " ms for ",
                 waiting.what(), of_rank(rank), who(group_));
-    waiting.bell.wait(heard, more_to_do ? std::min(waiting.look, kMeanwhile) : waiting.look);
+    waiting.bell.wait(heard, waiting.look);
   }
 }
 

@@ -5,6 +5,7 @@
 // rank in the group. Thread safety: one thread at a time per rank, except for raise(), give_up()
 // and bells.
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -74,9 +75,9 @@ class SharedMemory {
   };
   void wait_until(const std::function<bool()>& reached, const Waiting& waiting);
 
-  // Is called at least every millisecond by a rank that waits, as long as it returns that there is
-  // more to do. It must not wait.
-  void set_meanwhile(std::function<bool()> meanwhile) { meanwhile_ = std::move(meanwhile); }
+  // Counts bytes that this rank has copied into shared memory for others. From any thread.
+  void count_copied(int64_t bytes) { bytes_copied_ += bytes; }
+  int64_t bytes_copied() const { return bytes_copied_; }
 
   // From here on, every wait of any rank ends in an error with this message.
   void give_up(const std::string& message);
@@ -110,7 +111,7 @@ class SharedMemory {
   Hosts hosts_;
   size_t host_ = 0;
   int rank_ = 0;
-  std::function<bool()> meanwhile_;
+  std::atomic<int64_t> bytes_copied_{0};
   std::mutex giving_up_;
   std::vector<int64_t> pids_;
   std::vector<FileDescriptor> processes_;  // not open where the kernel does not support them

@@ -5,10 +5,12 @@
 #include <algorithm>
 
 #include "comm/pending_works.h"
+#include "comm/shared/attended_sums.h"
 #include "comm/shared/bucket_segment.h"
 #include "comm/shared/piece_ring.h"
 #include "comm/shared/piece_sums.h"
 #include "comm/shared/shared_keys.h"
+#include "comm/shared/sharing_exchange.h"
 #include "comm/shared/summed_reduction.h"
 
 namespace shardstep::detail {
@@ -26,18 +28,11 @@ class PendingGather : public Pending {
   uint32_t round_;
 };
 
-class SharedMemoryExchange : public Exchange {
+class SharedMemoryExchange : public SharingExchange {
  public:
-  SharedMemoryExchange(const ProcessGroupPtr& group, int64_t channel,
-                       std::shared_ptr<SharedMemory> shared)
-      : Exchange(group, channel),
-        shared_(std::move(shared)),
-        segments_(*shared_),
-        tensors_(*shared_) {}
+  using SharingExchange::SharingExchange;
 
   const char* name() const override { return "shared_memory"; }
-  bool any_order() const override { return true; }
-  bool shares_memory() const override { return true; }
 
   std::unique_ptr<Pending> all_gather(const Parts& parts, MessageTag tag) override {
     std::vector<int64_t> bytes;
@@ -60,38 +55,26 @@ class SharedMemoryExchange : public Exchange {
 
   std::unique_ptr<Pending> reduce_scatter(const Parts& parts, MessageTag tag,
                                           double divisor) override {
-    return std::make_unique<PendingSum<PieceSums, PieceSum>>(
-        sums(), sums().start(tag, parts, parts[rank()], {.divisor = divisor}));
+    return std::make_unique<PendingSum<Sums, PieceSum>>(
+        sums(), sums().start(tag, parts, parts[rank()], SumOptions{.divisor = divisor}));
   }
 
   std::unique_ptr<Reduction> make_reduction(const ReductionOptions& options) override {
     const auto start = [&sums = sums(), tag = options.tag](const auto&... arguments) {
       return sums.start(tag, arguments...);
     };
-    return std::make_unique<SummedReduction<PieceSums, PieceSum>>(sums(), rank(), options, start);
-  }
-
-  at::Tensor make_shared(int64_t numel, const at::TensorOptions& options) override {
-    return tensors_.make(numel, options);
-  }
-
-  void give_up(const std::string& message) override { shared_->give_up(message); }
-  void start_anew() override {
-    shared_->start_anew();
-    tensors_.start_anew();
+    return std::make_unique<SummedReduction<Sums, PieceSum>>(sums(), rank(), options, start);
   }
 
  private:
-  PieceSums& sums() {
-    if (!sums_) sums_ = std::make_unique<PieceSums>(*shared_, SharedKey::kSums);
+  using Sums = AttendedSums<PieceSums>;
+  Sums& sums() {
+    if (!sums_) sums_ = std::make_unique<Sums>(shared_, SharedKey::kSums);
     return *sums_;
   }
 
-  std::shared_ptr<SharedMemory> shared_;
-  BucketSegments segments_;
-  SharedTensors tensors_;
   std::unique_ptr<PieceRing> ring_;
-  std::unique_ptr<PieceSums> sums_;
+  std::unique_ptr<Sums> sums_;
 };
 
 }  // namespace

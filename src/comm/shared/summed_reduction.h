@@ -1,7 +1,7 @@
 #pragma once
 
-// Reduction and Pending on top of sums that are taken in memory shared by ranks: PieceSums and
-// HostSums.
+// Reduction and Pending on top of sums that are taken in memory shared by ranks: PieceSums or
+// HostSums, attended.
 
 #include <ATen/ATen.h>
 
@@ -33,12 +33,22 @@ class SummedReduction : public Reduction {
   using Start = std::function<std::shared_ptr<Sum>(
       const Parts& parts, const std::vector<at::Tensor>& into, const SumOptions& options)>;
 
-  SummedReduction(Sums& sums, int rank, const ReductionOptions& options, Start start)
+  // `expect` prepares for that, with the same arguments (Reduction::expect).
+  using Expect = std::function<void(const Parts& like, const std::vector<at::Tensor>& into,
+                                    const SumOptions& options)>;
+
+  SummedReduction(Sums& sums, int rank, const ReductionOptions& options, Start start,
+                  Expect expect = {})
       : sums_(sums),
         start_(std::move(start)),
+        expect_(std::move(expect)),
         options_{.divisor = options.divisor, .rounded_to = options.wire},
         rank_(rank),
         total_(at::empty({options.numel[rank]}, options.tensor)) {}
+
+  void expect(const Parts& like) override {
+    if (expect_) expect_(like, side_by_side(like[rank_], total_), options_);
+  }
 
   void post(Parts parts, bool squares) override {
     options_.squares = squares;
@@ -61,6 +71,7 @@ class SummedReduction : public Reduction {
  private:
   Sums& sums_;
   Start start_;
+  Expect expect_;
   SumOptions options_;
   int rank_;
   at::Tensor total_;

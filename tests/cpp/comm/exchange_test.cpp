@@ -184,6 +184,97 @@ TEST_P(AnyOrder, BucketsMayStartAndFinishAsTheyLike) {
   });
 }
 
+// Sums of 16 MiB per rank, more than all slots of shared memory hold.
+class SumsOfAnyOrder : public testing::TestWithParam<ExchangeKind> {
+ protected:
+  static constexpr int kRanks = 3;
+  static constexpr int64_t kNumel = 4 << 20;
+
+  void run(const std::function<void(Exchange&, int)>& body) {
+    const test::Hosts hosts(GetParam() == ExchangeKind::kHierarchical ? "a,a,b" : "a");
+    test::run_ranks(kRanks, [&](const ProcessGroupPtr& group) {
+      const auto exchange = make_exchange(group, {.kind = GetParam(), .channel = 0});
+      body(*exchange, group->getRank());
+      group->barrier()->wait();  // what a rank sends may arrive after its own sum
+    });
+  }
+  static std::unique_ptr<Reduction> make_reduction(Exchange& exchange, int number) {
+    return exchange.make_reduction({.numel = std::vector<int64_t>(kRanks, kNumel),
+                                    .tensor = at::kFloat,
+                                    .tag = {MessageKind::kGradients, number}});
+  }
+  static void expect(Reduction& reduction) {
+    reduction.expect(Parts(kRanks, {at::empty({kNumel}, at::kMeta)}));
+  }
+  static void post(Reduction& reduction, double value) {
+    Parts parts(kRanks);
+    for (auto& part : parts) part.push_back(torch::full({kNumel}, value));
+    reduction.post(std::move(parts), false);
+  }
+  static void expect_sum(Reduction& reduction, double value) {
+    EXPECT_TRUE(at::equal(reduction.finish(), torch::full({kNumel}, value)));
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, SumsOfAnyOrder,
+                         testing::Values(ExchangeKind::kPairwise, ExchangeKind::kSharedMemory,
+                                         ExchangeKind::kHierarchical));
+
+// As Join's announcement, or a barrier of the user's, before the sums are taken.
+TEST_P(SumsOfAnyOrder, AreTakenWhileOtherRanksAreInACollectiveThatIsNotOurs) {
+  run([](Exchange& exchange, int self) {
+    const auto reduction = make_reduction(exchange, 0);
+    for (int absent : {2, 0}) {
+      post(*reduction, self + 1);
+      const auto barrier = [&] { exchange.process_group()->barrier()->wait(); };
+      if (self != absent) barrier();
+      expect_sum(*reduction, 1 + 2 + 3);
+      if (self == absent) barrier();
+    }
+  });
+}
+
+// A rank that threw in its forward pass, or froze a bucket, starts it later.
+TEST_P(SumsOfAnyOrder, AreNotHeldUpByOneThatARankHasNotStarted) {
+  run([](Exchange& exchange, int self) {
+    const auto first = make_reduction(exchange, 0), second = make_reduction(exchange, 1);
+    if (self != 1) post(*first, self + 1);
+    post(*second, self + 10);
+    expect_sum(*second, 10 + 11 + 12);
+    exchange.process_group()->barrier()->wait();
+    if (self == 1) post(*first, self + 1);
+    expect_sum(*first, 1 + 2 + 3);
+  });
+}
+
+TEST_P(SumsOfAnyOrder, AreTheSameWhereRanksHaveExpectedThem) {
+  run([](Exchange& exchange, int self) {
+    const auto first = make_reduction(exchange, 0), second = make_reduction(exchange, 1);
+    for (int expects : {0, 1, 2}) {
+      if (self >= expects) expect(*second);
+      if (self <= expects) expect(*first);
+      post(*first, self + 1);
+      post(*second, self + 10);
+      expect_sum(*second, 10 + 11 + 12);
+      expect_sum(*first, 1 + 2 + 3);
+    }
+  });
+}
+
+// As an optimizer that is dropped in the middle of a backward pass.
+TEST_P(SumsOfAnyOrder, ThatWereExpectedAndNeverPostedLeaveTheGroupUsable) {
+  run([](Exchange& exchange, int self) {
+    const auto other = make_reduction(exchange, 1);
+    {
+      const auto dropped = make_reduction(exchange, 0);
+      expect(*dropped);
+      if (self == 0) post(*dropped, 1);
+    }
+    exchange.process_group()->barrier()->wait();
+    post(*other, self + 1);
+    expect_sum(*other, 1 + 2 + 3);
+  });
+}
+
 TEST(Exchange, CountsTwoShardsLessOwnOnTheWire) {
   test::run_ranks(4, [](const ProcessGroupPtr& group) {
     auto exchange = make_exchange(group, {.kind = ExchangeKind::kPairwise, .channel = 0});

@@ -33,9 +33,29 @@ TEST(ZeroStats, StatsCountEachPhase) {
     EXPECT_EQ(stats.buckets, 1);
     EXPECT_EQ(stats.gradient_bytes, 4 * (64 * 64 + 64) / 2);
     EXPECT_GT(stats.bytes_sent, 3 * 2 * 4 * 64 * 64 / 2);
+    EXPECT_EQ(stats.bytes_shared, 0);
     zero.reset_stats();
     EXPECT_EQ(zero.stats().bytes_sent, 0);
     EXPECT_EQ(zero.stats().phases.at("update").calls, 0);
+  });
+}
+
+TEST(ZeroStats, BytesThatAHostShares) {
+  run_ranks(2, [](const ProcessGroupPtr& group) {
+    torch::nn::Linear net(64, 64);
+    ZeroRedundancyOptimizer zero(net->parameters(), torch::optim::AdamWOptions(0.1),
+                                 ZeroOptions()
+                                     .process_group(group)
+                                     .stage(2)
+                                     .sharding(Sharding::kElement)
+                                     .exchange(ExchangeKind::kSharedMemory));
+    net(at::ones({2, 64})).square().mean().backward();
+    zero.step();
+    const auto stats = zero.stats();
+    EXPECT_EQ(stats.bytes_sent, 0);
+    EXPECT_GE(stats.bytes_shared, 4 * (64 * 64 + 64) / 2);  // at least the half of the other rank
+    zero.reset_stats();
+    EXPECT_EQ(zero.stats().bytes_shared, 0);
   });
 }
 

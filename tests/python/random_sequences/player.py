@@ -52,7 +52,6 @@ class Player:
         self.passes = [0] * self.world_size  # with synchronization, by rank
         self.forgot_uneven_passes = False
         self.looked = False
-        self.under_way = False  # sums of a pass, perhaps of a forgotten one
         self.left_over = False  # the gradients of the last step are still there
         self.absent: frozenset[int] | None = None  # since the last step
         self.ddp_remembers = False  # passes without synchronization, also once they are forgotten
@@ -107,21 +106,16 @@ class Player:
         return self._is_native() and len(set(self.passes)) > 1
 
     def _may_not_look(self) -> bool:
-        """Whether a rank without a batch has looked already, so that it would not ask again."""
+        """Whether a rank without a batch has looked already, so that it would not ask again
+        (docs/limitations.md)."""
         return self.setup.mode == "stage2" and self.looked and len(set(self.passes)) > 1
-
-    def _must_take_sums(self) -> bool:
-        """Known defects of the hierarchical exchange: a rank in a collective that is not ours, such
-        as Join's, does not send its host's sums on; and sums of a bucket that was frozen meanwhile
-        hold up those of others."""
-        return self.setup.exchange == "hierarchical" and self.under_way
 
     def _is_uneven(self) -> bool:
         """Whether a rank still has to make up for passes of others, over the same buckets."""
         return self.forgot_uneven_passes or len(set(self.passes)) > 1
 
     def _has_compared(self) -> None:
-        self.looked, self.under_way = True, False
+        self.looked = True
         self.passes = [0] * self.world_size
         self.forgot_uneven_passes = False
         self.absent = frozenset()  # on native, a rank makes no other round for this step
@@ -207,7 +201,6 @@ class Player:
             self.exact = False  # a pass is added to another one of the other ranks
 
     def _backward(self, batch: Backward) -> None:
-        self.under_way = True
         if self.setup.mode == "handed":
             self._take_over_gradients()
         elif self.setup.mode == "ddp" or self.rank not in batch.absent:
@@ -314,7 +307,6 @@ class Player:
             return False
         batch = dataclasses.replace(operation.batch, absent=frozenset(), overflow=None)
         throws = operation.rank == self.rank
-        self.under_way = True
 
         def throw(_) -> None:
             raise KeyError("on purpose")
@@ -341,6 +333,8 @@ class Player:
     @play.register
     def _(self, _: programs.Step) -> bool | None:
         if self._pending() or (self.setup.scaler and not self.beside.has_gradients()):
+            return False
+        if self.setup.scaler and self._may_not_look():
             return False
         if self._is_refused(lambda: self.scaler.step(self.zero), looks=self.setup.scaler):
             return None
@@ -484,8 +478,6 @@ class Player:
 
     @play.register
     def _(self, operation: programs.Freeze) -> bool | None:
-        if self._must_take_sums():
-            return False
         if self.ddp_remembers or self._pending() or self.unscaled or self._must_line_up():
             return False
         self._forget()
@@ -566,8 +558,6 @@ class Player:
 
     @play.register
     def _(self, operation: programs.Uneven) -> bool | None:
-        if self._must_take_sums():
-            return False
         if self.ddp_remembers or self.setup.scaler or self.setup.mode == "handed":
             return False
         if self._pending() or self._is_uneven():

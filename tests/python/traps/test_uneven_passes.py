@@ -3,6 +3,7 @@ than others. They end with the plain result, or with one error on every rank."""
 
 import datetime
 import gc
+import os
 import time
 
 import pytest
@@ -139,6 +140,29 @@ def test_a_rank_without_a_batch_clips_in_the_first_step(exchange):
 
 @unordered
 @on_ranks(2, timeout=20)
+def test_a_group_added_between_forgotten_passes_is_refused_everywhere(exchange):
+    """Both ranks have forgotten one pass, and the group that was added took part in that of one."""
+    net, zero, is_first = trained(exchange)
+    if not is_first:
+        net.backward(7.0)
+    zero.zero_grad()
+    late = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+    zero.add_param_group({"params": [late], "lr": -1.0})
+    if is_first:
+        (9.0 * (late.sum() + net.first.sum() + net.second.sum())).backward()
+    zero.zero_grad()
+    (2.0 * (late.sum() + net.first.sum() + net.second.sum())).backward()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        zero.step()
+    zero.zero_grad()
+    (3.0 * (late.sum() + net.first.sum() + net.second.sum())).backward()
+    zero.step()
+    net.check(3.0)
+    torch.testing.assert_close(late.detach(), torch.full_like(late, 3.0))
+
+
+@unordered
+@on_ranks(2, timeout=20)
 def test_looking_back_while_another_rank_went_on_is_refused_everywhere(exchange):
     net, zero, is_first = trained(exchange)
     net.backward(2.0)
@@ -151,6 +175,90 @@ def test_looking_back_while_another_rank_went_on_is_refused_everywhere(exchange)
         clip_grad_norm_(net.parameters(), 1e6)
     zero.zero_grad()
     net.backward(1.0)
+    zero.step()
+    net.check(3.0)
+
+
+@exchanges
+@pytest.mark.parametrize("first_by", ["ours", "torch"])
+@on_ranks(2, timeout=20)
+def test_a_gradient_that_was_dropped_counts_in_no_norm(exchange, first_by):
+    net, zero, _ = trained(exchange)
+    net.backward(2.0)
+    if first_by == "ours":
+        assert zero.clip_grad_norm_(1e6) == 16.0
+    else:
+        assert clip_grad_norm_(net.parameters(), 1e6) == 16.0
+    net.second.grad = None
+    torch.testing.assert_close(zero.clip_grad_norm_(1e6).double().item(), 2.0 * 40**0.5)
+    assert clip_grad_norm_(net.parameters(), 1e6).item() == pytest.approx(2.0 * 40**0.5)
+
+
+@unordered
+@pytest.mark.parametrize("way", ["ours", "torch", "value"])
+@on_ranks(2, timeout=20)
+def test_clipping_again_after_a_pass_of_others_alone(exchange, way):
+    """Ours asks again. Torch's has the norms it asked for, and a clip by value asks nothing."""
+    net, zero, is_first = trained(exchange)
+
+    def clip() -> None:
+        if way == "ours":
+            zero.clip_grad_norm_(1.0)
+        elif way == "torch":
+            clip_grad_norm_(net.parameters(), 1.0)
+        else:
+            clip_grad_value_(net.parameters(), 1.0)
+
+    net.backward(2.0)
+    clip()
+    if is_first:
+        net.backward(4.0)
+    if way == "ours":
+        clip()
+        zero.step()
+        return net.check(64**-0.5)
+    with pytest.raises(RuntimeError, match="shardstep: expected the same changes"):
+        clip()
+        zero.step()
+    zero.zero_grad()
+    net.backward(3.0)
+    zero.step()
+    return net.check(3.0)
+
+
+@unordered
+@pytest.mark.parametrize("joins", [True, False])
+@on_ranks(2, timeout=20)
+def test_a_gradient_that_all_ranks_dropped_before_a_pass_of_some(exchange, joins):
+    """The rank that makes no other pass has dropped it too, so it begins again on both."""
+    net, zero, is_first = trained(exchange)
+    net.backward(2.0)
+    net.second.grad = None
+    if joins:
+        with Join([zero]):
+            if not is_first:
+                net.backward(6.0)
+                zero.step()
+    else:
+        if not is_first:
+            net.backward(6.0)
+        zero.step()
+    torch.testing.assert_close(net.first.detach(), torch.full_like(net.first, 5.0))
+    torch.testing.assert_close(net.second.detach(), torch.full_like(net.second, 3.0))
+
+
+@unordered
+@on_ranks(2, timeout=20)
+def test_a_gradient_that_one_rank_dropped_before_its_pass_is_refused_everywhere(exchange):
+    net, zero, is_first = trained(exchange)
+    net.backward(2.0)
+    if not is_first:
+        net.second.grad = None
+        net.backward(6.0)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        zero.step()
+    zero.zero_grad()
+    net.backward(3.0)
     zero.step()
     net.check(3.0)
 
@@ -189,25 +297,29 @@ def test_join_with_gradients_left_over(exchange):
     net.check(3.0)
 
 
-def abandons_a_pass(exchange):
-    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+def abandons_a_pass(exchange, ranks):
+    os.environ["SHARDSTEP_TEST_HOSTS"] = "a,b" if exchange == "hierarchical" else "a"
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     parameter = torch.nn.Parameter(torch.ones(3))
     zero = ZeroRedundancyOptimizer(
         [parameter], torch.optim.SGD, lr=1.0, stage=2, exchange=exchange, process_group=group
     )
-    if dist.get_rank() == 0:
+    rank = dist.get_rank()
+    time.sleep(0.5 * rank)  # the first has dropped its optimizer when the second sends
+    if rank in ranks:
         parameter.sum().backward()
     del zero, parameter
     gc.collect()
-    time.sleep(1.5)  # beyond the group's timeout, which a forgotten wait would reach
+    time.sleep(3.5)  # beyond the group's timeout, which a forgotten wait would reach
     ones = torch.ones(3)
     dist.all_reduce(ones, group=group)
     assert torch.equal(ones, torch.full((3,), 2.0))
 
 
-@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory"])
-def test_an_optimizer_that_is_dropped_after_a_pass_leaves_the_group_usable(exchange):
-    run_ranks(2, abandons_a_pass, exchange)
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory", "hierarchical"])
+def test_an_optimizer_that_is_dropped_after_a_pass_leaves_the_group_usable(exchange, ranks):
+    run_ranks(2, abandons_a_pass, exchange, ranks)
 
 
 @unordered

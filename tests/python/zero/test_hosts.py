@@ -16,6 +16,7 @@ from ranks import run_ranks
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.ddp_zero_hook import hook_with_zero_step
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks" / "peers"))
@@ -225,6 +226,48 @@ def saves_between_uneven_passes(way, folder):
 def test_other_hosts_do_not_wait_for_sums_while_ranks_save(way, tmp_path):
     first, *others = run_ranks(3, saves_between_uneven_passes, way, str(tmp_path), timeout=30)
     assert all(torch.equal(first, other) for other in others)
+
+
+def joins_after_a_pass():
+    place("a,a,b")
+    net = torch.nn.Linear(40, 40)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding="element", lr=1e-2
+    )
+    inputs = torch.ones(2, 40)
+    net(inputs).sum().backward()
+    with Join([zero]):  # host a waits in Join for the last rank, which needs its first sums
+        for _ in range(2 if dist.get_rank() == 2 else 0):
+            zero.zero_grad()
+            net(inputs).sum().backward()
+            zero.step()
+    return net.weight.detach()
+
+
+def test_other_hosts_do_not_wait_for_sums_while_ranks_have_joined():
+    first, *others = run_ranks(3, joins_after_a_pass, timeout=30)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def freezes_after_a_pass_that_threw():
+    place("a,b")
+    net = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding="element", bucket_cap_mb=0.1, lr=1e-2
+    )
+    if dist.get_rank() == 1:  # on rank 0 the forward threw
+        net(torch.ones(2, 300)).sum().backward()
+    zero.zero_grad()
+    net[2].requires_grad_(False)
+    assert zero.clip_grad_norm_(1.0) == 0
+    net(torch.ones(2, 300)).sum().backward()
+    zero.step()
+    return net[0].weight.detach()
+
+
+def test_a_bucket_that_was_frozen_does_not_hold_up_the_others():
+    first, other = run_ranks(2, freezes_after_a_pass_that_threw, timeout=30)
+    assert torch.equal(first, other)
 
 
 def dies(lost, where, options):

@@ -106,6 +106,20 @@ def test_unfrozen_when_added(options):
     twins.step(2)
 
 
+@ours
+@every_sharding
+@on_ranks(2)
+def test_adding_a_group_keeps_what_was_set_since_the_last_step(options):
+    first, second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    zero = ZeroRedundancyOptimizer([first], torch.optim.SGD, lr=1.0, **options)
+    zero.param_groups[0]["lr"] = 0.5
+    zero.add_param_group({"params": [second], "lr": 0.25})
+    assert [group["lr"] for group in zero.param_groups] == [0.5, 0.25]
+    first.grad, second.grad = torch.ones(4), torch.ones(4)
+    zero.step()
+    assert torch.equal(first.detach(), torch.full((4,), -0.5))
+
+
 @every_sharding
 @on_ranks(2)
 def test_what_is_no_new_group_is_refused(options):

@@ -48,8 +48,10 @@ def stage2_stats() -> None:
     assert stats["state_bytes"] == pytest.approx(8 * ELEMENTS / 2, abs=64)
     if EXCHANGE == "shared_memory":
         assert stats["bytes_sent"] == 0  # nothing leaves the host
+        assert stats["bytes_shared"] >= 3 * 4 * ELEMENTS / 2  # at least the half of the other rank
     zero.reset_stats()
     assert zero.stats()["bytes_sent"] == 0
+    assert zero.stats()["bytes_shared"] == 0
     assert zero.stats()["seconds_waiting"] == 0
     iterate(module, zero)
     assert zero.stats()["phases"]["update"]["calls"] == 1
