@@ -193,6 +193,8 @@ void train(const Options& options, const gpt::Text& text) {
                  .process_group(group)
                  .stage(static_cast<int>(options.stage))
                  .sharding(sharding(options));
+  if (options.gradients == "bf16") how.gradient_dtype(at::kBFloat16);
+  if (options.gradients == "int8") how.gradient_dtype(at::kChar);
   if (options.master == "fp32") how.master_dtype(at::kFloat);
   if (options.rounding == "stochastic") how.rounding(shardstep::Rounding::kStochastic);
   shardstep::ZeroRedundancyOptimizer optimizer(param_groups(model, options),

@@ -38,6 +38,7 @@ OPTIMIZERS = {
     "muon": (torch.optim.AdamW, ADAM),  # Muon has the blocks' matrices, AdamW the rest
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GRADIENTS = {"full": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Block(nn.Module):
@@ -143,6 +144,7 @@ def make_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.optim
         params = muon_groups(model, head=(), lr=options.lr or 0.02)
     if options.stage == 2:
         defaults = defaults | {"stage": 2, "module": model}
+        defaults |= {"gradient_dtype": GRADIENTS[options.gradients]}
     if options.master != "none":
         defaults = defaults | {"master_dtype": DTYPES[options.master]}
     if options.rounding != "nearest":
@@ -426,6 +428,8 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
     )
     stages = "1: divide the optimizer state, under DDP; 2: divide the gradients too (default 1)"
     add("--stage", type=int, choices=(1, 2), default=1, help=stages)
+    gradients = "how wide gradients travel in stage 2; int8: in blocks with a scale (default full)"
+    add("--gradients", choices=GRADIENTS, default="full", help=gradients)
     add("--log", type=writable, metavar="FILE", help="write step,loss to this CSV file")
     add("--memory", type=writable, metavar="FILE", help="write each rank's memory to this CSV file")
     add("--checkpoint", metavar="DIR", help="save to this directory, and resume from what is there")
@@ -439,6 +443,8 @@ def parse_options() -> tuple[argparse.Namespace, Text]:
         )
     if options.stage == 2 and options.sharding == "none":
         parser.error("--stage 2: expected a sharded optimizer, got '--sharding none'")
+    if options.gradients != "full" and options.stage == 1:
+        parser.error("--gradients: expected '--stage 2', got '--stage 1', where DDP sends them")
     if options.optimizer == "muon" and options.sharding == "none":
         parser.error("--optimizer muon: expected a sharded optimizer, got '--sharding none'")
     narrow = options.dtype == "bf16" and options.sharding != "none"

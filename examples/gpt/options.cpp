@@ -63,6 +63,8 @@ void declare(CLI::App& app, Options& options) {
       ->check(CLI::IsMember({1, 2}))
       ->type_name("N")
       ->capture_default_str();
+  choice("--gradients", options.gradients, {"full", "bf16", "int8"},
+         "how wide gradients travel in stage 2; int8: in blocks with a scale");
   choice("--sharding", options.sharding, {"parameter", "element"},
          "how the optimizer state is divided between the ranks");
   app.add_option("--log", options.log, "write step,loss to this CSV file")
@@ -103,6 +105,9 @@ Options parse_options(int argc, char** argv) {
   }
   if (options.master != "none" && options.dtype == "fp32") {
     throw UsageError("--master: expected '--dtype bf16', got '--dtype fp32'");
+  }
+  if (options.gradients != "full" && options.stage == 1) {
+    throw UsageError("--gradients: expected '--stage 2', got '--stage 1'");
   }
   if (options.rounding != "nearest" && (options.dtype == "fp32" || options.master != "none")) {
     throw UsageError("--rounding: expected '--dtype bf16', and no --master");

@@ -30,6 +30,7 @@ struct Options {
   uint64_t seed = 1;
   std::string text;
   int64_t stage = 2;
+  std::string gradients = "full";
   std::string sharding = "element";
   std::string log;
   std::string memory;

@@ -123,7 +123,7 @@ def _foreach_clamp(func: Any, gradients: Sequence[Any], limit: Any) -> None:
 
 @handles("zero_")
 def _zero(func: Any, gradient: ShardedGradient) -> ShardedGradient:
-    _to_change(gradient, "zero_")._gradients().zero(gradient._index)
+    _to_change(gradient, "zero_")._zero()._own_gradients.zero(gradient._index)
     return gradient
 
 

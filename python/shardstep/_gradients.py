@@ -60,7 +60,13 @@ class GradientMethods(ShardedOptimizer):
 
     @property
     def _sharded_gradients(self) -> ShardedGradients:
+        """For what all ranks take part in."""
         self._announce()
+        return self._own_gradients
+
+    @property
+    def _own_gradients(self) -> ShardedGradients:
+        """For what a rank does alone, of which those that have joined need not hear."""
         gradients = self.engine.gradients
         assert gradients is not None
         return gradients

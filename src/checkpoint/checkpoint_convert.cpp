@@ -22,6 +22,14 @@ class Meter {
   int64_t done_ = 0;
 };
 
+// A file of some bytes can name a tensor of any size whose elements are the same few bytes.
+void check_size(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.nbytes() <= tensor.storage().nbytes(), "shardstep: expected ", name,
+                    " to have memory for each of its elements, got ", tensor.nbytes(),
+                    " bytes of elements in ", tensor.storage().nbytes(),
+                    "; save a tensor that was expanded as tensor.clone()");
+}
+
 // The index of a checkpoint made from a state dict, which knows only the number of parameters.
 CheckpointIndex index_of(const StateDict& dict) {
   CheckpointIndex index;
@@ -35,6 +43,7 @@ CheckpointIndex index_of(const StateDict& dict) {
       keys.push_back(item.key());
       const auto name = state_name(param, item.key());
       if (item.value().isTensor()) {
+        check_size(name, item.value().toTensor());
         index.tensors.emplace(name, detail::describe(item.value().toTensor()));
       } else {
         index.values.emplace(name, item.value());

@@ -8,6 +8,10 @@ bool is_dense(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense();
 }
 
+std::optional<int64_t> version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? std::nullopt : std::optional<int64_t>(tensor._version());
+}
+
 at::Tensor flat_view(const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
   return tensor.detach().as_strided({tensor.numel()}, {1}, tensor.storage_offset());

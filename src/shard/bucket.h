@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
 #include <vector>
 
 #include "comm/parts.h"
@@ -23,6 +24,9 @@ SHARDSTEP_API at::Tensor flat_view(const at::Tensor& tensor);
 
 // `tensor` with the memory order of `like`: itself if it has it already, else a copy.
 SHARDSTEP_API at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& tensor);
+
+// How often `tensor` was changed in place; unset if torch does not count.
+SHARDSTEP_API std::optional<int64_t> version_of(const at::Tensor& tensor);
 
 enum class BucketStorage {
   kInPlace,  // parameters stay where they are

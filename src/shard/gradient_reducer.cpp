@@ -19,12 +19,18 @@ constexpr uint8_t kUsed = 1;
 constexpr uint8_t kUnfit = 2;      // one did not fit the parameter that was added
 constexpr uint8_t kForgotten = 4;  // what was summed before the rounds since settle()
 constexpr uint8_t kDropped = 8;    // there is none, as far as `.grad` says
+constexpr uint8_t kChanged = 16;   // Watched::changed_beside_sum
 
 // All elements of a gradient in the parameter's memory order.
 at::Tensor flat_gradient(const at::Tensor& param) {
   const auto& gradient = param.grad();
   const auto dense = gradient.layout() == at::kStrided ? gradient : gradient.to_dense();
   return flat_view(in_order_of(param, dense.detach()));
+}
+
+int64_t first_with(const std::vector<uint8_t>& flags, uint8_t flag) {
+  const auto found = std::find_if(flags.begin(), flags.end(), [&](uint8_t f) { return f & flag; });
+  return found == flags.end() ? -1 : found - flags.begin();
 }
 
 // Only c10d's Reducer, which torch's DDP and ours use, uses this class; users' hooks have Python's
@@ -77,6 +83,18 @@ struct GradientHooks {
 bool GradientReducer::Watched::sum_is_wanted() const {
   const auto& gradient = reduced.param.grad();
   return gradient.is_same(stand_in) || (set_aside && (arriving || gradient.defined()));
+}
+
+bool GradientReducer::Watched::changed_beside_sum() const {
+  const auto& gradient = reduced.param.grad();
+  if (!set_aside || sum_is_zero || !gradient.defined()) return false;
+  return left != gradient.unsafeGetTensorImpl() || left_version != version_of(gradient);
+}
+
+void GradientReducer::Watched::note_gradient() {
+  const auto& gradient = reduced.param.grad();
+  left = gradient.unsafeGetTensorImpl();
+  left_version = gradient.defined() ? version_of(gradient) : std::nullopt;
 }
 
 bool GradientReducer::Bucket::has_trainable() const {
@@ -228,6 +246,8 @@ void GradientReducer::unwatch(Watched& param) {
 void GradientReducer::before_gradient(Watched& param) {
   const std::lock_guard lock(mutex_);
   auto& gradient = param.reduced.param.mutable_grad();
+  if (param.changed_beside_sum()) used_here_[param.reduced.index] |= kChanged;
+  if (!gradient.defined()) param.set_aside = false;  // it was dropped, and the sum with it
   if (!gradient.is_same(param.stand_in)) return;
   gradient.reset();
   param.set_aside = true;
@@ -239,6 +259,7 @@ void GradientReducer::on_gradient(Watched& param) {
   param.arriving = false;
   auto& gradient = param.reduced.param.mutable_grad();
   if (param.set_aside && !gradient.defined()) gradient = param.stand_in;  // no gradient arrived
+  param.note_gradient();
   if (!sync_) return;
   auto& bucket = *param.bucket;
   // A bucket that is already under way belongs to a backward pass that threw.
@@ -479,6 +500,7 @@ void GradientReducer::post(Bucket& bucket) {
     auto& gradient = reduced.param.mutable_grad();
     at::Tensor flat;
     if (gradient.defined() && !gradient.is_same(param.stand_in)) {
+      if (param.changed_beside_sum()) used_here_[reduced.index] |= kChanged;
       const bool fits = reduced.param.scalar_type() == bucket.gradient.dtype() &&
                         reduced.param.device() == bucket.gradient.device() &&
                         reduced.param.numel() == reduced.numel();
@@ -498,7 +520,7 @@ void GradientReducer::post(Bucket& bucket) {
       }
     }
     if (param.trainable || gradient.defined()) gradient = param.stand_in;
-    param.set_aside = false;
+    param.set_aside = param.sum_is_zero = false;
   }
   SHARDSTEP_FAILURE_POINT("gradients: complete");
   if (in_round_) expect_next();
@@ -540,8 +562,11 @@ void GradientReducer::take_sum(Bucket& bucket) {
 }
 
 int64_t GradientReducer::first_unfit(const std::vector<uint8_t>& used) {
-  const auto found = std::find_if(used.begin(), used.end(), [](uint8_t f) { return f & kUnfit; });
-  return found == used.end() ? -1 : found - used.begin();
+  return first_with(used, kUnfit);
+}
+
+int64_t GradientReducer::first_changed(const std::vector<uint8_t>& used) {
+  return first_with(used, kChanged);
 }
 
 void GradientReducer::settle(std::vector<uint8_t> used) {
@@ -631,6 +656,7 @@ bool GradientReducer::is_under_way(const Bucket& bucket) const {
 void GradientReducer::zero(Watched& param) {
   param.stale = is_under_way(*param.bucket);
   param.bucket->zero(param);
+  param.sum_is_zero = true;
 }
 
 void GradientReducer::zero(int64_t param) {

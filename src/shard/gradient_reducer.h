@@ -123,8 +123,10 @@ class SHARDSTEP_API GradientReducer {
   void zero_sum(int64_t param);
   // How many rounds there were when settle() was last called; the same on every rank.
   int64_t settled_rounds() const { return settled_rounds_; }
-  // A parameter that a gradient did not fit, by the flags of all ranks; -1 if there is none.
+  // A parameter that a gradient did not fit, or whose gradient of passes without synchronization
+  // somebody changed beside a sum, by the flags of all ranks; -1 if there is none.
   static int64_t first_unfit(const std::vector<uint8_t>& used);
+  static int64_t first_changed(const std::vector<uint8_t>& used);
   // Takes the sums. `used` combines the flags of all ranks; `.grad` of a parameter that no rank
   // used becomes undefined again. REQUIRES: all gradients fit. Collective.
   void settle(std::vector<uint8_t> used);
@@ -177,13 +179,21 @@ class SHARDSTEP_API GradientReducer {
     // The backward pass has removed the stand-in to put a gradient there; the sum is needed as long
     // as that gradient exists.
     bool set_aside = false;
-    bool arriving = false;  // the gradient
-    bool stale = false;     // what is on its way is forgotten already
+    bool arriving = false;     // the gradient
+    bool stale = false;        // what is on its way is forgotten already
+    bool sum_is_zero = false;  // here; what others have posted since would not be
+    // The gradient as the last backward pass left it.
+    const void* left = nullptr;
+    std::optional<int64_t> left_version;
     detail::GradAccumulatorPtr accumulator;
     uintptr_t hook = 0;
     const void* pre_hook = nullptr;
 
     bool sum_is_wanted() const;
+    // Whether somebody has changed the gradient of passes without synchronization while a sum is
+    // kept beside it, which should have changed too.
+    bool changed_beside_sum() const;
+    void note_gradient();
   };
   struct Bucket {
     std::vector<Watched> params;

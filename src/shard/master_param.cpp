@@ -2,14 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "shard/bucket.h"
+
 namespace shardstep {
-namespace {
-
-std::optional<int64_t> version_of(const at::Tensor& param) {
-  return param.is_inference() ? std::nullopt : std::optional<int64_t>(param._version());
-}
-
-}  // namespace
 
 bool can_be_widened(const at::Tensor& param) {
   return param.scalar_type() == at::kFloat || param.scalar_type() == at::kDouble;

@@ -372,6 +372,13 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
                                  follows_leader(messages, rank) ? flags[leader] : nullptr);
   }
   line_up(messages, posts, flags);
+  const int64_t changed = GradientReducer::first_changed(used);
+  TORCH_CHECK(changed < 0, "shardstep: expected gradients of passes without synchronization to be ",
+              "left alone while those of the last step are kept beside them, got a change to that "
+              "of parameter ",
+              agreement_.label(changed),
+              "; call zero_grad() after step(), or change gradients after a synchronized pass",
+              detail::who(group_));
   check_same_changes(messages);
   if (!reducer_.settled() || !same_forgotten) {
     const int64_t unfit = GradientReducer::first_unfit(used);

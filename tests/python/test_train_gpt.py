@@ -23,7 +23,7 @@ TINY = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 8, "steps"
 OPTIONS = {
     *TINY,
     *("optimizer", "lr", "seed", "text", "stage", "sharding", "log", "memory", "help"),
-    *("checkpoint", "every", "dtype", "master", "rounding", "autocast"),
+    *("checkpoint", "every", "dtype", "master", "rounding", "autocast", "gradients"),
 }
 LAUNCHER_VARIABLES = re.compile(
     "^(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMI|SLURM_|TORCHELASTIC_|OMP_NUM_THREADS)"
@@ -214,13 +214,15 @@ NARROW = {"dtype": "bf16", "master": "fp32"}
     [
         NARROW,
         {"optimizer": "muon"},
+        {"gradients": "int8"},
+        pytest.param({"gradients": "bf16"}, marks=full),
         pytest.param({"autocast": "bf16"}, marks=full),
         pytest.param({"dtype": "bf16", "rounding": "stochastic"}, marks=full),
         pytest.param(NARROW | {"optimizer": "muon"}, marks=full),
     ],
     ids=lambda options: " ".join(options),
 )
-def test_narrow_parameters_and_muon_learn(run, options, tmp_path):
+def test_what_is_narrow_and_muon_learn(run, options, tmp_path):
     files = {"log": tmp_path / "loss.csv", "memory": tmp_path / "memory.csv"}
     train(*flags(TINY | options | files), ranks=2)
     losses, memory = losses_of(files["log"]), memory_of(files["memory"])
@@ -285,6 +287,7 @@ def test_help_lists_every_option():
         ("--width 30 --heads 4", "--width: expected a multiple of --heads 4, got '30'"),
         ("--master fp32", "--master: expected '--dtype bf16'"),
         ("--rounding stochastic", "--rounding: expected '--dtype bf16'"),
+        ("--gradients int8 --stage 1", "--gradients: expected '--stage 2'"),
         ("--context 16 --text /dev/null", "at least --context + 1 = 17 characters, got 0"),
         *(
             pytest.param(*case, marks=full)

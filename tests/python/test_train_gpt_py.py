@@ -138,11 +138,12 @@ def test_stage_2_divides_the_gradients_and_learns_the_same(run, tmp_path):
     [
         {"dtype": "bf16", "master": "fp32", "stage": 2},
         {"optimizer": "muon"},
+        {"gradients": "int8", "stage": 2},
         pytest.param({"autocast": "bf16"}, marks=full),
     ],
     ids=lambda options: " ".join(options),
 )
-def test_narrow_parameters_and_muon_learn_as_in_cpp(tmp_path, options):
+def test_what_is_narrow_and_muon_learn_as_in_cpp(tmp_path, options):
     files = {"log": tmp_path / "loss.csv", "memory": tmp_path / "memory.csv"}
     train(TINY | options | files)
     losses = losses_of(files["log"])
@@ -229,6 +230,7 @@ def test_help_lists_every_option(monkeypatch, capsys):
         ("--optimizer muon --sharding none", "--optimizer muon: expected a sharded optimizer"),
         ("--master fp32", "--master: expected a sharded optimizer and '--dtype bf16'"),
         ("--rounding stochastic", "--rounding: expected a sharded optimizer, '--dtype bf16'"),
+        ("--gradients bf16", "--gradients: expected '--stage 2', got '--stage 1'"),
         ("--batch 0", "--batch: expected a whole number"),
         ("--text /nowhere/text", "No such file"),
         ("--text /dev/null", "at least --context + 1 = 65 characters, got 0"),

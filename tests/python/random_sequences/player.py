@@ -372,6 +372,10 @@ class Player:
     def _(self, operation: programs.ZeroGrad) -> bool | None:
         if self._must_line_up():
             return False
+        # Beside the sum of the last step that is refused (test_passes_without_synchronization.py).
+        in_place = operation.by == "module" and not operation.set_to_none
+        if in_place and self._pending() and self.setup.mode == "stage2":
+            return False
         self._forget(operation)
         if self.unscaled:
             self.beside.scaler.update()

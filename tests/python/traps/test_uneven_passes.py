@@ -297,6 +297,41 @@ def test_join_with_gradients_left_over(exchange):
     net.check(3.0)
 
 
+@exchanges
+@on_ranks(2, timeout=20)
+def test_a_rank_zeroes_gradients_alone_after_join(exchange):
+    """Torch's Join goes on asking who has inputs; a rank that has a stand-in to set to zero, where
+    another has gradients of its own, must not answer alone."""
+    net, zero, is_first = trained(exchange)
+    with Join([zero]):
+        for value in (2.0,) if is_first else ():
+            net.backward(value)
+            zero.step()
+    with zero.no_sync():
+        if is_first:
+            net.backward(7.0)
+        else:
+            (7.0 * net.first.sum()).backward()
+    net.zero_grad(set_to_none=False)
+    zero.consolidate_state_dict()
+    zero.zero_grad()
+    net.backward(3.0)
+    zero.step()
+    net.check(4.0)
+
+
+@exchanges
+@on_ranks(2, timeout=20)
+def test_gradients_are_zeroed_after_the_last_step_inside_join(exchange):
+    net, zero, is_first = trained(exchange)
+    with Join([zero]):
+        for value in (2.0, 4.0) if is_first else (6.0,):
+            net.backward(value)
+            zero.step()
+            net.zero_grad(set_to_none=False)
+    net.check(6.0)
+
+
 def abandons_a_pass(exchange, ranks):
     os.environ["SHARDSTEP_TEST_HOSTS"] = "a,b" if exchange == "hierarchical" else "a"
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))

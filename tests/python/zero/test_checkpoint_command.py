@@ -174,6 +174,16 @@ def test_a_file_of_torch_save_becomes_a_checkpoint(tmp_path):
     assert_same(torch.load(again, weights_only=True), optimizer.state_dict())
 
 
+def test_a_small_file_does_not_become_a_large_checkpoint(tmp_path):
+    file, folder = tmp_path / "adam.pt", tmp_path / "checkpoint"
+    state = {0: {"exp_avg": torch.ones(1).expand(10**12)}}  # four bytes in the file
+    torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, file)
+    said = refused("convert", file, folder)
+    assert "memory for each of its elements, got 4000000000000 bytes of elements in 4;" in said
+    assert "tensor.clone()" in said
+    assert not folder.exists()
+
+
 # Prints by how much the process grew at its peak while it converted.
 MEASURE = """
 import sys
