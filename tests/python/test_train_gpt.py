@@ -64,11 +64,11 @@ def start_ranks(ranks, *arguments, **streams):
     ]
 
 
-def run_to_end(ranks, *arguments):
+def run_to_end(ranks, *arguments, limit=LIMIT):
     """What each rank returned, and what rank 0 wrote to stdout and stderr."""
     processes = start_ranks(ranks, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        results = [process.communicate(timeout=LIMIT) for process in processes]
+        results = [process.communicate(timeout=limit) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -232,6 +232,21 @@ def test_what_is_narrow_and_muon_learn(run, options, tmp_path):
     assert memory["rank 0"][0] + memory["rank 1"][0] == pytest.approx(whole, rel=0.05)
     if options == NARROW:
         assert whole == 6 * parameters  # two moments and masters in float32, for two bytes
+
+
+@full
+def test_8_bit_gradients_reach_the_loss_of_full_width(tmp_path):
+    """The whole demo, twice. Over three seeds the losses of its end differed by up to 0.008, and
+    those of the seeds by 0.011."""
+    ends = []
+    for gradients in ("full", "int8"):
+        log = tmp_path / f"{gradients}.csv"
+        arguments = flags({"gradients": gradients, "log": log})
+        codes, _, errors = run_to_end(2, *arguments, limit=600)
+        assert codes == [0, 0], errors
+        ends.append(sum(losses_of(log)[-100:]) / 100)
+    assert ends[0] < 0.5
+    assert ends[1] == pytest.approx(ends[0], abs=0.03)
 
 
 @full

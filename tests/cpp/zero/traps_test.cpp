@@ -311,6 +311,27 @@ TEST(Experts, ThatDifferBetweenRanksAreNotWaitedFor) {
   }
 }
 
+// tests/python/traps/test_passes_without_synchronization.py has the other cases.
+TEST(NoSync, ChangesBesideTheSumOfTheLastStepAreAnErrorOnAll) {
+  for (auto exchange : kExchanges) {
+    run_ranks(2, [&](const ProcessGroupPtr& group) {
+      const auto params = make_params();
+      ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-2),
+                                   ZeroOptions().stage(2).exchange(exchange).process_group(group));
+      iterate(zero, params);
+      {
+        const auto guard = zero.no_sync();
+        backward(params);
+      }
+      if (group->getRank() == 1) params[1].mutable_grad().mul_(0.5);
+      backward(params);
+      const auto message = error_of([&] { zero.step(); });
+      expect_names(message, "got a change to that of parameter 1");
+      iterate(zero, params);  // zero_grad() and on
+    });
+  }
+}
+
 TEST(OverlapForward, ClippingWorksForARankWithoutABatch) {
   for (auto exchange : kExchanges) {
     for (bool by_value : {false, true}) {
