@@ -80,6 +80,17 @@ struct GradientHooks {
   };
 };
 
+// Each would take the other's stand-in for a gradient.
+void GradientReducer::check_alone(const Watched& param) {
+  int watching = 0;
+  for (const auto& hook : param.accumulator->post_hooks()) {
+    if (dynamic_cast<GradientHooks::After*>(hook.get())) ++watching;
+  }
+  TORCH_CHECK_VALUE(
+      watching == 1, "shardstep: expected one optimizer of stage 2 for each parameter, got ",
+      watching, " for parameter ", param.reduced.index, "; delete the other first, or use stage 1");
+}
+
 bool GradientReducer::Watched::sum_is_wanted() const {
   const auto& gradient = reduced.param.grad();
   return gradient.is_same(stand_in) || (set_aside && (arriving || gradient.defined()));
@@ -298,7 +309,9 @@ void GradientReducer::take_ready_sums() {
 void GradientReducer::begin_round() {
   follow_params();
   for (const auto* param : watched_) {
-    if (param->trainable) check_not_under_ddp(param->reduced.param, param->reduced.index);
+    if (!param->trainable) continue;
+    check_not_under_ddp(param->reduced.param, param->reduced.index);
+    check_alone(*param);
   }
   before_round_();
   take_trainable_sums();  // else a rank might wait for another to read what the one before posted

@@ -220,6 +220,7 @@ class SHARDSTEP_API GradientReducer {
   };
   friend struct GradientHooks;
 
+  static void check_alone(const Watched& param);
   void watch(Watched& param);
   void unwatch(Watched& param);
   void before_gradient(Watched& param);
