@@ -2,9 +2,6 @@
 
 #include <c10/util/hash.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "failure_points.h"
 #include "launch/who.h"
@@ -19,7 +16,7 @@ constexpr uint8_t kUsed = 1;
 constexpr uint8_t kUnfit = 2;      // one did not fit the parameter that was added
 constexpr uint8_t kForgotten = 4;  // what was summed before the rounds since settle()
 constexpr uint8_t kDropped = 8;    // there is none, as far as `.grad` says
-constexpr uint8_t kChanged = 16;   // Watched::changed_beside_sum
+constexpr uint8_t kChanged = 16;   // WatchedParam::changed_beside_sum
 
 // All elements of a gradient in the parameter's memory order.
 at::Tensor flat_gradient(const at::Tensor& param) {
@@ -33,127 +30,14 @@ int64_t first_with(const std::vector<uint8_t>& flags, uint8_t flag) {
   return found == flags.end() ? -1 : found - flags.begin();
 }
 
-// Only c10d's Reducer, which torch's DDP and ours use, uses this class; users' hooks have Python's
-// types, and ours have their own.
-bool is_hooked_by_ddp(torch::autograd::Node& accumulator) {
-  for (const auto& hook : accumulator.post_hooks()) {
-    if (dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get())) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
-void check_not_under_ddp(const at::Tensor& param, int64_t index) {
-  if (!param.requires_grad()) return;
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+// Two optimizers would each take the other's stand-in for a gradient.
+void GradientReducer::check_alone(const WatchedParam& param) {
+  const int hooks = param.hook->count();
   TORCH_CHECK_VALUE(
-      !accumulator || !is_hooked_by_ddp(*accumulator),
-      "shardstep: expected a model without DistributedDataParallel in stage 2, which averages the "
-      "gradients itself, got parameter ",
-      index, " of a model under it; remove DistributedDataParallel, or use stage 1");
-}
-
-struct GradientHooks {
-  using Gradients = torch::autograd::variable_list;
-
-  struct Before : torch::autograd::FunctionPreHook {
-    Before(GradientReducer& reducer, GradientReducer::Watched& param)
-        : reducer(reducer), param(param) {}
-    Gradients operator()(const Gradients& gradients) override {
-      reducer.before_gradient(param);
-      return gradients;
-    }
-    GradientReducer& reducer;
-    GradientReducer::Watched& param;
-  };
-
-  struct After : torch::autograd::FunctionPostHook {
-    After(GradientReducer& reducer, GradientReducer::Watched& param)
-        : reducer(reducer), param(param) {}
-    Gradients operator()(const Gradients& outputs, const Gradients&) override {
-      reducer.on_gradient(param);
-      return outputs;
-    }
-    GradientReducer& reducer;
-    GradientReducer::Watched& param;
-  };
-};
-
-// Each would take the other's stand-in for a gradient.
-void GradientReducer::check_alone(const Watched& param) {
-  int watching = 0;
-  for (const auto& hook : param.accumulator->post_hooks()) {
-    if (dynamic_cast<GradientHooks::After*>(hook.get())) ++watching;
-  }
-  TORCH_CHECK_VALUE(
-      watching == 1, "shardstep: expected one optimizer of stage 2 for each parameter, got ",
-      watching, " for parameter ", param.reduced.index, "; delete the other first, or use stage 1");
-}
-
-bool GradientReducer::Watched::sum_is_wanted() const {
-  const auto& gradient = reduced.param.grad();
-  return gradient.is_same(stand_in) || (set_aside && (arriving || gradient.defined()));
-}
-
-bool GradientReducer::Watched::changed_beside_sum() const {
-  const auto& gradient = reduced.param.grad();
-  if (!set_aside || sum_is_zero || !gradient.defined()) return false;
-  return left != gradient.unsafeGetTensorImpl() || left_version != version_of(gradient);
-}
-
-void GradientReducer::Watched::note_gradient() {
-  const auto& gradient = reduced.param.grad();
-  left = gradient.unsafeGetTensorImpl();
-  left_version = gradient.defined() ? version_of(gradient) : std::nullopt;
-}
-
-bool GradientReducer::Bucket::has_trainable() const {
-  return std::any_of(params.begin(), params.end(), [](const Watched& p) { return p.trainable; });
-}
-
-bool GradientReducer::Bucket::has_new_posts() const {
-  return posts.made > std::max(posts.forgotten, settled_posts);
-}
-
-void GradientReducer::Bucket::keep_sum() {
-  if (sum_is_lent) sum = sum.clone();
-  sum_is_lent = false;
-}
-
-void GradientReducer::Bucket::forget() {
-  sum.reset();
-  squares.reset();
-  sum_is_lent = false;
-}
-
-// The next round overwrites what was lent.
-void GradientReducer::Bucket::keep_what_is_wanted() {
-  if (!sum.defined()) return;
-  const auto wanted = [](const Watched& param) { return param.sum_is_wanted(); };
-  if (std::none_of(params.begin(), params.end(), wanted)) return forget();
-  keep_sum();
-  for (auto& param : params) {
-    if (!wanted(param)) zero(param);
-  }
-}
-
-void GradientReducer::Bucket::zero(const Watched& param) {
-  if (!param.own || !sum.defined()) return;
-  at::NoGradGuard no_grad;
-  sum.narrow(0, param.own_offset, param.own->size()).zero_();
-  squares.reset();
-}
-
-// Whether there was anything to zero in a sum that has just come.
-bool GradientReducer::Bucket::zero_stale(const at::Tensor& sum) {
-  bool any = false;
-  for (auto& param : params) {
-    if (!std::exchange(param.stale, false)) continue;
-    any = true;
-    if (param.own) sum.narrow(0, param.own_offset, param.own->size()).zero_();
-  }
-  return any;
+      hooks == 1, "shardstep: expected one optimizer of stage 2 for each parameter, got ", hooks,
+      " for parameter ", param.reduced.index, "; delete the other first, or use stage 1");
 }
 
 GradientReducer::GradientReducer(Exchange& exchange, int rank, int world_size,
@@ -170,7 +54,7 @@ GradientReducer::~GradientReducer() {
 }
 
 void GradientReducer::add_bucket(std::vector<ReducedParam> params, ReductionOptions options) {
-  auto& bucket = *buckets_.emplace_back(std::make_unique<Bucket>());
+  auto& bucket = *buckets_.emplace_back(std::make_unique<WatchedBucket>());
   options.numel.assign(world_size_, 0);
   for (auto& param : params) {
     auto& watched = bucket.params.emplace_back();
@@ -230,31 +114,25 @@ void GradientReducer::follow_params() {
   for (auto* param : watched_) {
     if (!param) continue;  // its bucket has not been added yet
     param->trainable = param->reduced.param.requires_grad();
-    if (param->trainable && !param->accumulator) watch(*param);
+    if (param->trainable && !param->hook) watch(*param);
   }
 }
 
-void GradientReducer::watch(Watched& param) {
-  param.accumulator = torch::autograd::impl::grad_accumulator(param.reduced.param);
-  // Buckets and their parameters do not move, so references stay valid.
-  auto before = std::make_unique<GradientHooks::Before>(*this, param);
-  param.pre_hook = before.get();
-  param.accumulator->add_pre_hook(std::move(before));
-  param.hook =
-      param.accumulator->add_post_hook(std::make_unique<GradientHooks::After>(*this, param));
+// Buckets and their parameters do not move.
+void GradientReducer::watch(WatchedParam& param) {
+  param.hook = std::make_unique<GradientHook>(
+      param.reduced.param, [this, &param] { before_gradient(param); },
+      [this, &param] { on_gradient(param); });
 }
 
-void GradientReducer::unwatch(Watched& param) {
+void GradientReducer::unwatch(WatchedParam& param) {
   auto& gradient = param.reduced.param.mutable_grad();
   if (gradient.is_same(param.stand_in)) gradient.reset();
-  if (!param.accumulator) return;
-  param.accumulator->del_post_hook(param.hook);
-  std::erase_if(param.accumulator->pre_hooks(),
-                [&](const auto& hook) { return hook.get() == param.pre_hook; });
+  param.hook.reset();
 }
 
 // Autograd stores a gradient where there is none, but would add to the stand-in.
-void GradientReducer::before_gradient(Watched& param) {
+void GradientReducer::before_gradient(WatchedParam& param) {
   const std::lock_guard lock(mutex_);
   auto& gradient = param.reduced.param.mutable_grad();
   if (param.changed_beside_sum()) used_here_[param.reduced.index] |= kChanged;
@@ -265,7 +143,7 @@ void GradientReducer::before_gradient(Watched& param) {
   param.arriving = true;
 }
 
-void GradientReducer::on_gradient(Watched& param) {
+void GradientReducer::on_gradient(WatchedParam& param) {
   const std::lock_guard lock(mutex_);
   param.arriving = false;
   auto& gradient = param.reduced.param.mutable_grad();
@@ -363,8 +241,9 @@ void GradientReducer::end_round() {
 }
 
 int64_t GradientReducer::forgotten_rounds() const {
-  const bool any_wanted = std::any_of(watched_.begin(), watched_.end(),
-                                      [](const Watched* param) { return param->sum_is_wanted(); });
+  const bool any_wanted =
+      std::any_of(watched_.begin(), watched_.end(),
+                  [](const WatchedParam* param) { return param->sum_is_wanted(); });
   return any_wanted ? forgotten_rounds_ : rounds_;
 }
 
@@ -408,7 +287,7 @@ uint64_t GradientReducer::forgotten_parts_when_behind() const {
   return parts;
 }
 
-void GradientReducer::post_until(Bucket& bucket, int64_t posts) {
+void GradientReducer::post_until(WatchedBucket& bucket, int64_t posts) {
   while (bucket.posts.made < posts) {
     if (is_under_way(bucket)) take_sum(bucket);
     bucket.keep_sum();
@@ -494,7 +373,7 @@ void GradientReducer::post_missing() {
   in_round_ = false;
 }
 
-void GradientReducer::post_ready(Bucket& bucket) {
+void GradientReducer::post_ready(WatchedBucket& bucket) {
   if (exchange_.any_order()) return post(bucket);
   for (auto next = buckets_.rbegin(); next != buckets_.rend(); ++next) {
     if ((*next)->posted || !(*next)->has_trainable()) continue;
@@ -503,7 +382,7 @@ void GradientReducer::post_ready(Bucket& bucket) {
   }
 }
 
-void GradientReducer::post(Bucket& bucket) {
+void GradientReducer::post(WatchedBucket& bucket) {
   std::optional<PhaseTimer> timer;
   if (times_) timer.emplace(*times_, StepPhase::kPost);
   at::NoGradGuard no_grad;
@@ -556,7 +435,7 @@ void GradientReducer::take_sums() {
   while (!under_way_.empty()) take_sum(*under_way_.front());
 }
 
-void GradientReducer::take_sum(Bucket& bucket) {
+void GradientReducer::take_sum(WatchedBucket& bucket) {
   std::optional<PhaseTimer> timer;
   if (times_) timer.emplace(*times_, StepPhase::kReduce);
   at::NoGradGuard no_grad;
@@ -605,7 +484,7 @@ bool GradientReducer::has_gradient(int64_t param) const {
 }
 
 bool GradientReducer::has_sums() const {
-  return std::any_of(watched_.begin(), watched_.end(), [](const Watched* param) {
+  return std::any_of(watched_.begin(), watched_.end(), [](const WatchedParam* param) {
     return param->bucket->sum.defined() && param->sum_is_wanted();
   });
 }
@@ -662,11 +541,11 @@ void GradientReducer::keep_sums() {
   for (auto& bucket : buckets_) bucket->keep_sum();
 }
 
-bool GradientReducer::is_under_way(const Bucket& bucket) const {
+bool GradientReducer::is_under_way(const WatchedBucket& bucket) const {
   return std::find(under_way_.begin(), under_way_.end(), &bucket) != under_way_.end();
 }
 
-void GradientReducer::zero(Watched& param) {
+void GradientReducer::zero(WatchedParam& param) {
   param.stale = is_under_way(*param.bucket);
   param.bucket->zero(param);
   param.sum_is_zero = true;

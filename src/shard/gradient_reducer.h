@@ -18,32 +18,11 @@
 #include <vector>
 
 #include "comm/exchange.h"
-#include "shard/partition.h"
 #include "shard/phase_times.h"
+#include "shard/watched_bucket.h"
 #include "shardstep/export.h"
-#include "torch_versions.h"
-
-namespace torch::autograd {
-struct Node;
-}
 
 namespace shardstep {
-
-// A parameter in a bucket, and who owns which elements of it, in order of rank.
-struct ReducedParam {
-  int64_t index = 0;  // across groups
-  at::Tensor param;
-  std::vector<Slice> slices;
-
-  int64_t numel() const {
-    int64_t numel = 0;
-    for (const auto& slice : slices) numel += slice.elements.size();
-    return numel;
-  }
-};
-
-// Throws if DistributedDataParallel, torch's or ours, averages the parameter's gradient.
-SHARDSTEP_API void check_not_under_ddp(const at::Tensor& param, int64_t index);
 
 class SHARDSTEP_API GradientReducer {
  public:
@@ -86,10 +65,7 @@ class SHARDSTEP_API GradientReducer {
   bool all_forgotten() const { return forgotten_rounds() == rounds_; }
   // By bucket: how often this rank has posted it, and how many of these are forgotten. Frozen
   // buckets and those that are yet to be added take no part in a round.
-  struct Posts {
-    int64_t made = 0;
-    int64_t forgotten = 0;
-  };
+  using Posts = BucketPosts;
   std::vector<Posts> posts() const;
   // Which rounds since settle() are forgotten for some parameters only: a digest, 0 if there are
   // none. That of a rank which will catch up includes what it forgets by doing so.
@@ -167,78 +143,25 @@ class SHARDSTEP_API GradientReducer {
   void reset();
 
  private:
-  struct Bucket;
-  struct Watched {
-    ReducedParam reduced;
-    std::optional<Range> own;  // the elements that this rank owns
-    int64_t own_offset = 0;    // in the bucket's sum
-    Bucket* bucket = nullptr;
-    at::Tensor stand_in;
-    bool trainable = false;
-    bool ready = false;  // in this round
-    // The backward pass has removed the stand-in to put a gradient there; the sum is needed as long
-    // as that gradient exists.
-    bool set_aside = false;
-    bool arriving = false;     // the gradient
-    bool stale = false;        // what is on its way is forgotten already
-    bool sum_is_zero = false;  // here; what others have posted since would not be
-    // The gradient as the last backward pass left it.
-    const void* left = nullptr;
-    std::optional<int64_t> left_version;
-    detail::GradAccumulatorPtr accumulator;
-    uintptr_t hook = 0;
-    const void* pre_hook = nullptr;
-
-    bool sum_is_wanted() const;
-    // Whether somebody has changed the gradient of passes without synchronization while a sum is
-    // kept beside it, which should have changed too.
-    bool changed_beside_sum() const;
-    void note_gradient();
-  };
-  struct Bucket {
-    std::vector<Watched> params;
-    std::unique_ptr<Reduction> reduction;
-    at::TensorOptions gradient;  // dtype and device of what is posted
-    Parts like;                  // what is posted, on the meta device
-    bool expected = false;       // by the reduction, in this round
-    at::ScalarType sum_dtype = at::kFloat;
-    size_t waiting_for = 0;  // parameters whose gradients are missing in this round
-    bool posted = false;     // in this round
-    Posts posts;
-    int64_t settled_posts = 0;  // how many there were at settle()
-    at::Tensor sum;
-    bool sum_is_lent = false;       // by the reduction
-    std::optional<double> squares;  // of the sum
-
-    bool has_trainable() const;
-    bool has_new_posts() const;  // that were neither settled nor forgotten
-    void keep_sum();
-    void forget();
-    void keep_what_is_wanted();
-    void zero(const Watched& param);
-    bool zero_stale(const at::Tensor& sum);
-  };
-  friend struct GradientHooks;
-
-  static void check_alone(const Watched& param);
-  void watch(Watched& param);
-  void unwatch(Watched& param);
-  void before_gradient(Watched& param);
-  void on_gradient(Watched& param);
+  static void check_alone(const WatchedParam& param);
+  void watch(WatchedParam& param);
+  void unwatch(WatchedParam& param);
+  void before_gradient(WatchedParam& param);
+  void on_gradient(WatchedParam& param);
   void begin_round();
   void post_missing();
   void expect_next();
-  void post_ready(Bucket& bucket);
-  void post(Bucket& bucket);
+  void post_ready(WatchedBucket& bucket);
+  void post(WatchedBucket& bucket);
   void take_ready_sums();
   void take_sums();
   void take_trainable_sums();
-  void take_sum(Bucket& bucket);
-  bool is_under_way(const Bucket& bucket) const;
-  void zero(Watched& param);
+  void take_sum(WatchedBucket& bucket);
+  bool is_under_way(const WatchedBucket& bucket) const;
+  void zero(WatchedParam& param);
   void forget_unwanted();
   void forget_rounds();
-  void post_until(Bucket& bucket, int64_t posts);
+  void post_until(WatchedBucket& bucket, int64_t posts);
 
   std::mutex mutex_;  // several devices have several threads for gradients
   std::shared_ptr<int> alive_ = std::make_shared<int>();
@@ -247,9 +170,9 @@ class SHARDSTEP_API GradientReducer {
   int world_size_;
   std::function<void()> before_round_;
   PhaseTimes* times_ = nullptr;
-  std::vector<std::unique_ptr<Bucket>> buckets_;
-  std::vector<Watched*> watched_;  // by parameter
-  std::deque<Bucket*> under_way_;
+  std::vector<std::unique_ptr<WatchedBucket>> buckets_;
+  std::vector<WatchedParam*> watched_;  // by parameter
+  std::deque<WatchedBucket*> under_way_;
   bool sync_ = true;
   bool want_squares_ = false;
   bool in_round_ = false;

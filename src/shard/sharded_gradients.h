@@ -17,19 +17,11 @@
 #include "comm/message_tag.h"
 #include "shard/gradient_changes.h"
 #include "shard/gradient_reducer.h"
+#include "shard/gradient_statistics.h"
 #include "shard/param_agreement.h"
 #include "shardstep/export.h"
 
 namespace shardstep {
-
-enum class GradientStatistic : int64_t {
-  kNorm,  // of a type
-  kSum,
-  kLargest,
-  kSmallest,
-  kNans,  // how many
-  kInfinities,
-};
 
 class SHARDSTEP_API ShardedGradients {
  public:
