@@ -211,20 +211,25 @@ bool ShardedGradients::scale_known(int64_t param, double factor) {
   return true;
 }
 
+// A rank without a batch shows more stand-ins than there are gradients, until it has met the
+// others.
 void ShardedGradients::scale(const std::vector<int64_t>& params, double factor) {
   at::NoGradGuard no_grad;
   settle();
   if (factor == 1) return;
   known_.erase({Kind::kSquares, static_cast<int64_t>(GradientStatistic::kNorm), 2});
-  for (int64_t param : params) make({GradientChange::kScale, param, factor, 0});
+  for (int64_t param : params) {
+    if (reducer_.has_gradient(param)) make({GradientChange::kScale, param, factor, 0});
+  }
 }
 
 void ShardedGradients::clamp(const std::vector<int64_t>& params, std::optional<double> min,
                              std::optional<double> max) {
   at::NoGradGuard no_grad;
   settle();
+  const double low = min.value_or(-kInfinity), high = max.value_or(kInfinity);
   for (int64_t param : params) {
-    make({GradientChange::kClamp, param, min.value_or(-kInfinity), max.value_or(kInfinity)});
+    if (reducer_.has_gradient(param)) make({GradientChange::kClamp, param, low, high});
   }
 }
 

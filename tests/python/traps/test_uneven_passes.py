@@ -162,6 +162,27 @@ def test_a_group_added_between_forgotten_passes_is_refused_everywhere(exchange):
 
 
 @unordered
+@pytest.mark.parametrize("way", ["scaler", "norm", "value"])
+@on_ranks(2, timeout=20)
+def test_a_group_added_after_a_pass_of_others_alone(exchange, way):
+    """The rank without a batch cannot know that the new parameter has no gradient yet."""
+    net, zero, is_first = trained(exchange)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=way == "scaler")
+    scaler.scale(torch.ones(()))  # of some loss
+    if not is_first:
+        net.backward(8.0 * scaler.get_scale())
+    late = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    zero.add_param_group({"params": [late], "lr": 1.0})
+    if way == "norm":
+        clip_grad_norm_([p for group in zero.param_groups for p in group["params"]], 16.0)
+    elif way == "value":
+        clip_grad_value_([p for group in zero.param_groups for p in group["params"]], 2.0)
+    scaler.step(zero)
+    net.check({"scaler": 4.0, "norm": 2.0, "value": 2.0}[way])
+    torch.testing.assert_close(late.detach(), torch.ones_like(late))
+
+
+@unordered
 @on_ranks(2, timeout=20)
 def test_looking_back_while_another_rank_went_on_is_refused_everywhere(exchange):
     net, zero, is_first = trained(exchange)
