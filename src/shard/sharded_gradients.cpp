@@ -167,7 +167,10 @@ bool ShardedGradients::has_gradient(int64_t param) {
   return reducer_.has_gradient(param);
 }
 
+// A rank without a batch shows more stand-ins than there are gradients, until it has met the
+// others: what it changes of the rest is nothing.
 void ShardedGradients::changed(int64_t param, const std::string& how) {
+  if (!has_gradient(param)) return;
   changes_.add(param, how);
   known_.clear();
 }

@@ -162,7 +162,7 @@ def test_a_group_added_between_forgotten_passes_is_refused_everywhere(exchange):
 
 
 @unordered
-@pytest.mark.parametrize("way", ["scaler", "norm", "value"])
+@pytest.mark.parametrize("way", ["scaler", "norm", "value", "elements"])
 @on_ranks(2, timeout=20)
 def test_a_group_added_after_a_pass_of_others_alone(exchange, way):
     """The rank without a batch cannot know that the new parameter has no gradient yet."""
@@ -177,8 +177,12 @@ def test_a_group_added_after_a_pass_of_others_alone(exchange, way):
         clip_grad_norm_([p for group in zero.param_groups for p in group["params"]], 16.0)
     elif way == "value":
         clip_grad_value_([p for group in zero.param_groups for p in group["params"]], 2.0)
+    elif way == "elements":
+        for parameter in (p for group in zero.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.div_(3.0)  # rounds otherwise than a factor
     scaler.step(zero)
-    net.check({"scaler": 4.0, "norm": 2.0, "value": 2.0}[way])
+    net.check({"scaler": 4.0, "norm": 2.0, "value": 2.0, "elements": 4.0 / 3.0}[way])
     torch.testing.assert_close(late.detach(), torch.ones_like(late))
 
 
