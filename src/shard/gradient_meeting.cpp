@@ -270,7 +270,9 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
   }
   const size_t leader = leader_of(messages);
   for (size_t rank = 0; rank < messages.size(); ++rank) {
-    if (messages[rank].forgotten_rounds < forgotten) continue;
+    // What it used may be forgotten by others, unless it has forgotten all itself: then it is zero.
+    const auto& message = messages[rank];
+    if (message.forgotten_rounds < std::min(forgotten, message.rounds)) continue;
     GradientReducer::merge_flags(used, flags[rank],
                                  follows_leader(messages, rank) ? flags[leader] : nullptr);
   }

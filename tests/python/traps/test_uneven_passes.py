@@ -65,6 +65,22 @@ def test_gradients_that_met_forgotten_ones_are_refused_everywhere(exchange):
 
 
 @unordered
+@on_ranks(2, timeout=20)
+def test_zeros_of_a_rank_that_made_fewer_passes_are_gradients(exchange):
+    net, zero, is_first = trained(exchange)
+    zero.param_groups[0]["weight_decay"] = 0.5  # which only parameters with a gradient get
+    torch.nn.init.ones_(net.first)
+    torch.nn.init.ones_(net.second)
+    if is_first:  # the other's forward has thrown
+        net.backward(7.0)
+    zero.zero_grad()
+    (2.0 * (net.first if is_first else net.second).sum()).backward()
+    zero.zero_grad(set_to_none=False)
+    zero.step()
+    net.check(1.5)
+
+
+@unordered
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks(2, timeout=20)
 def test_a_rank_without_a_batch_follows_zero_grad(exchange, set_to_none):
