@@ -531,7 +531,9 @@ void GradientReducer::show_stand_ins() {
   for (auto* param : watched_) {
     auto& gradient = param->reduced.param.mutable_grad();
     const bool is_trainable = param->reduced.param.requires_grad();
-    if (is_trainable && !gradient.defined()) gradient = param->stand_in;
+    if (!is_trainable || gradient.defined()) continue;
+    gradient = param->stand_in;
+    param->sum_is_zero = true;
   }
 }
 

@@ -88,6 +88,27 @@ def test_changes_beside_a_sum_of_zeros_are_the_plain_ones(exchange, change, by):
     net.check(2.0 + 3.5 + 3.0)
 
 
+@exchanges
+@pytest.mark.parametrize("before", ["nothing", "a step", "a step, dropped by the module"])
+@pytest.mark.parametrize("change", [scale, replace, clip, drop])
+@on_ranks(2, timeout=20)
+def test_changes_where_there_is_no_sum(exchange, change, before):
+    """Reading param_groups, as schedulers and scalers do, shows gradients that are not there."""
+    net, zero, _ = trained(exchange)
+    if before != "nothing":
+        net.backward(2.0)
+        zero.step()
+        (zero if before == "a step" else net).zero_grad()
+    assert len(zero.param_groups) == 1
+    with zero.no_sync():
+        net.backward(7.0)
+    change(net)
+    assert len(zero.param_groups) == 1
+    net.backward(3.0)
+    zero.step()
+    net.check((0.0 if before == "nothing" else 2.0) + (3.0 if change is drop else 6.5))
+
+
 @on_ranks(2, timeout=20)
 def test_other_parameters_than_other_ranks():
     """A parameter that was not used in the synchronized pass is looked at too."""
