@@ -24,16 +24,21 @@ from shardstep._text import size
 _DESCRIPTION = """\
 Reports torch and its build, backends, memory and limits; then which ranks share a host and why
 not, which exchange is taken, whether training works, and how fast bytes move. Starts two ranks by
-itself; under torchrun, mpirun or srun it examines the ranks that these started."""
+itself; where a launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does, it
+examines the ranks that were started."""
 _EXAMPLES = """
 examples:
   shardstep doctor
   shardstep doctor --json
   torchrun --nproc-per-node 4 -m shardstep doctor
+  export MASTER_ADDR=localhost MASTER_PORT=29500
+  mpirun -np 4 bash -c 'RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE \\
+      exec python -m shardstep doctor'
 
 exit status: 0 all is well, 1 training does not work.
 """
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OTHER_LAUNCHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
 
 
 def _first_line(path: str) -> str | None:
@@ -111,6 +116,21 @@ def host_facts() -> dict[str, Any]:
         "address_space": _limit(resource.RLIMIT_AS),
         "file_size": _limit(resource.RLIMIT_FSIZE),
     }
+
+
+def _is_launched() -> bool:
+    """Whether this process is one of the ranks to examine."""
+    missing = [name for name in _LAUNCHED if name not in os.environ]
+    if not missing:
+        return True
+    for launcher, size_name in _OTHER_LAUNCHERS.items():
+        started = os.environ.get(size_name, "1")
+        if started != "1":  # each of them would start two ranks of its own
+            raise ValueError(
+                f"shardstep: expected {', '.join(missing)} to be set, because {launcher} started "
+                f"{started} processes and torch reads these; `shardstep doctor --help` shows how"
+            )
+    return False
 
 
 def _examine_launched() -> dict[str, Any]:
@@ -196,7 +216,7 @@ def _host_lines(facts: dict[str, Any]) -> Iterator[str]:
     soft, hard = facts["open_files"]
     file_size, address_space = facts["file_size"][0], facts["address_space"][0]
     yield (
-        f"limits      {soft or 'unlimited'} open files (at most {hard or 'unlimited'}); files of "
+        f"limits      {soft or 'unlimited'} open files (at most {hard or 'unlimited'}); file size "
         f"{_maybe_size(file_size)}; address space {_maybe_size(address_space)}"
     )
 
@@ -228,8 +248,9 @@ def _rank_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    launched = _is_launched()
     facts = host_facts()
-    if all(name in os.environ for name in _LAUNCHED):
+    if launched:
         found = _examine_launched()
         if int(os.environ["RANK"]) != 0:
             return 0

@@ -142,8 +142,24 @@ class Plan:
     def trainable_parameters(self) -> int:
         return sum(param.numel for param in self._model.sizes.trainable)
 
+    @property
+    def ranks_per_host(self) -> int:
+        return self._model.ranks_per_host
+
+    @property
+    def other_bytes(self) -> float:
+        """What the caller has added to each total."""
+        return self._model.other_bytes
+
     def row(self, method: str, world_size: int) -> PlanRow:
-        """The row of a method, such as "stage2", at any world size."""
+        """The row of a method at any world size.
+
+        Methods are "ddp", "torch_zero", "stage1", "stage2", "share_parameters" and "masters". A row
+        has `hosts`; `memory` in bytes per rank (`parameters`, `gradients`, `state`, `masters`,
+        `in_flight` for gradients on their way, `other`, and their `total`); `traffic` in bytes per
+        step (`per_rank`, and `per_host` over each host's link); and `seconds` of an iteration, None
+        without a bandwidth.
+        """
         keys = {known.key: known for known in METHODS}
         if method not in keys:
             raise ValueError(f"shardstep: expected one of {', '.join(keys)}, got {method!r}")
@@ -306,6 +322,14 @@ def _world_size(value: Any) -> int:
     return value
 
 
+def _check_amounts(**amounts: float | None) -> None:
+    for name, value in amounts.items():
+        may_be_zero = name in ("other_bytes", "compute_seconds")
+        if value is not None and not (value > 0 or (may_be_zero and value == 0)):
+            least = "0 or more" if may_be_zero else "more than 0"
+            raise ValueError(f"shardstep: expected {name} to be {least}, got {value}")
+
+
 def plan(
     model: Model,
     optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
@@ -344,6 +368,13 @@ def plan(
     """
     if ranks_per_host < 1:
         raise ValueError(f"shardstep: expected ranks_per_host of 1 or more, got {ranks_per_host}")
+    _check_amounts(
+        memory_bytes=memory_bytes,
+        other_bytes=other_bytes,
+        network_bandwidth=network_bandwidth,
+        host_bandwidth=host_bandwidth,
+        compute_seconds=compute_seconds,
+    )
     sizes = sizes_of(model).converted(dtype)
     formulas = _Model(
         sizes,

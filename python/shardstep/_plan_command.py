@@ -20,7 +20,7 @@ MODEL is one of
   package.module:Name, file.py:Name     a class or function that returns a module; it is called with
                                         --arguments on the meta device, so it takes no memory
   model.safetensors                     a file of weights
-  run                                   a checkpoint of ours
+  run                                   a checkpoint, as save_checkpoint() writes it
 
 examples:
   shardstep plan --parameters 7e9 --memory-gib 80
@@ -29,6 +29,23 @@ examples:
   shardstep plan --parameters 1.3e9 --ranks 8,16 --ranks-per-host 8 --network-gbit 10 \\
       --compute-ms 400
 """
+
+
+def _json(name: str, text: str, kinds: tuple[type, ...], expected: str) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, kinds):
+        raise ValueError(f"expected {name} to be {expected}, got {text}")
+    return value
+
+
+def _world_sizes(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise ValueError(f"expected --ranks to be numbers such as 2,4,8, got {text}") from None
 
 
 def _imported(name: str) -> Any:
@@ -43,6 +60,12 @@ def _imported(name: str) -> Any:
         sys.path.insert(0, os.getcwd())
         try:
             module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # it imports something that is not there
+            raise ValueError(
+                f"expected {module_name} to be a module that Python finds from here, found none"
+            ) from None
         finally:
             sys.path.pop(0)
     if not hasattr(module, attribute):
@@ -64,6 +87,8 @@ def _shapes_of_checkpoint(directory: str) -> list[torch.Tensor]:
 
 def _shapes_of_safetensors(path: str) -> list[tuple[int, ...]]:
     """Reads the header alone: 8 bytes with its length, then JSON."""
+    if not os.path.exists(path):
+        raise ValueError(f"expected {path} to be a safetensors file, found none")
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.path.getsize(path):
@@ -87,7 +112,8 @@ def _model(arguments: argparse.Namespace) -> Model:
             f"expected MODEL as package.module:Name, file.py:Name, a .safetensors file or a "
             f"checkpoint, got {name!r}"
         )
-    maker, given = _imported(name), json.loads(arguments.arguments)
+    maker = _imported(name)
+    given = _json("--arguments", arguments.arguments, (dict, list), "a JSON object or list")
     if isinstance(maker, torch.nn.Module):
         return maker
     positional, named = (given, {}) if isinstance(given, list) else ([], given)
@@ -112,10 +138,11 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _run(arguments: argparse.Namespace) -> int:
     gib, gbit = arguments.memory_gib, arguments.network_gbit
+    options = _json("--options", arguments.options, (dict,), "a JSON object")
     made = plan(
         _model(arguments),
         _optimizer_class(arguments.optimizer),
-        world_sizes=[int(size) for size in arguments.ranks.split(",")],
+        world_sizes=_world_sizes(arguments.ranks),
         ranks_per_host=arguments.ranks_per_host,
         memory_bytes=None if gib is None else gib * _GIB,
         dtype=_dtype(arguments.dtype),
@@ -124,7 +151,7 @@ def _run(arguments: argparse.Namespace) -> int:
         network_bandwidth=None if gbit is None else gbit * 1e9 / 8,
         host_bandwidth=None if arguments.host_gbs is None else arguments.host_gbs * 1e9,
         compute_seconds=arguments.compute_ms / 1e3,
-        **json.loads(arguments.options),
+        **options,
     )
     print(json.dumps(made.as_dict(), indent=1) if arguments.json else made)
     if arguments.png is not None:
@@ -144,19 +171,31 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="what to plan for; see below")
-    add("--parameters", type=float, metavar="N", help="a number of parameters instead, such as 7e9")
-    add("--arguments", metavar="JSON", default="{}", help="for MODEL: a JSON object or list")
-    add("--optimizer", metavar="NAME", default="AdamW", help="of torch.optim, or package:Class")
-    add("--options", metavar="JSON", default="{}", help='for the optimizer: {"momentum": 0.9}')
+    add("--parameters", type=float, metavar="N", help="instead of MODEL, such as 7e9")
+    add(
+        "--arguments",
+        metavar="JSON",
+        default="{}",
+        help="that MODEL is called with: object or list",
+    )
+    add(
+        "--optimizer",
+        metavar="NAME",
+        default="AdamW",
+        help="of torch.optim (AdamW), or package:Class",
+    )
+    add("--options", metavar="JSON", default="{}", help='of the optimizer: {"momentum": 0.9}')
     add("--dtype", metavar="NAME", help="of the parameters, if not the model's")
     add("--gradient-dtype", metavar="NAME", help="what stage 2 sends gradients in")
-    add("--ranks", metavar="N,N", default="1,2,4,8,16,32,64", help="world sizes")
-    add("--ranks-per-host", type=int, metavar="N", default=8)
-    add("--memory-gib", type=float, metavar="GIB", help="what a rank has: how many ranks fit?")
-    add("--other-gib", type=float, metavar="GIB", default=0, help="activations, per rank")
+    add("--ranks", metavar="N,N", default="1,2,4,8,16,32,64", help="world sizes (1,2,4,...,64)")
+    add("--ranks-per-host", type=int, metavar="N", default=8, help="that share its link (8)")
+    add("--memory-gib", type=float, metavar="GIB", help="of each rank: on how many does it fit?")
+    add("--other-gib", type=float, metavar="GIB", default=0, help="for activations, per rank")
     add("--network-gbit", type=float, metavar="GBIT", help="a host's link, in Gbit/s")
     add("--host-gbs", type=float, metavar="GB", help="between ranks of a host, in GB/s per rank")
-    add("--compute-ms", type=float, metavar="MS", default=0, help="forward and backward pass")
+    add(
+        "--compute-ms", type=float, metavar="MS", default=0, help="of the forward and backward pass"
+    )
     add("--png", metavar="FILE", help="draw memory per rank")
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)

@@ -38,7 +38,7 @@ def _time(row: PlanRow) -> str:
 
 def _answer(plan: Plan, method: Method) -> str:
     ranks = plan.smallest_world(method.key)
-    return "on no number of ranks" if ranks is None else f"{ranks} rank" + "s" * (ranks != 1)
+    return "no number of ranks" if ranks is None else f"{ranks} rank" + "s" * (ranks != 1)
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -62,7 +62,9 @@ def lines(plan: Plan) -> Iterator[str]:
         answers = [(method.name, _answer(plan, method)) for method in METHODS]
         yield from table((f"fits into {_gib(plan.memory_bytes)} GiB on", ""), answers, right=set())
     yield ""
-    yield "without activations, unless you added them; DDP and ZeRO on the rank that needs most"
+    yield f"on the rank that needs most, with up to {plan.ranks_per_host} ranks per host"
+    if plan.other_bytes == 0:
+        yield "activations are not included: add yours with --other-gib (other_bytes)"
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -112,6 +114,7 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
     width = 3.4 + max(1.6 * columns, 4.0)
     figure = Figure(figsize=(width, 3.8), dpi=120, layout="constrained")
     axes = figure.subplots(1, columns, sharex=True, sharey=True, squeeze=False)[0]
+    most = max(row.memory.total for row in plan.rows) / GIB
     for axis, world_size in zip(axes, plan.world_sizes, strict=True):
         rows = [row for row in plan.rows if row.world_size == world_size]
         names = [row.method.name for row in rows]
@@ -122,11 +125,22 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
                 axis.barh(names, sizes, 0.7, left, color=colour, label=label)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
         for name, total in zip(names, left, strict=True):
-            axis.text(total, name, f" {_gib(total * GIB)}", va="center", fontsize=8)
+            axis.annotate(
+                _gib(total * GIB),
+                (total, name),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # over the limit
+            )
         if plan.memory_bytes is not None:
-            axis.axvline(plan.memory_bytes / GIB, color="black", linewidth=1, linestyle="--")
+            limit = f"memory per rank, {_gib(plan.memory_bytes)} GiB"
+            axis.axvline(
+                plan.memory_bytes / GIB, color="black", linewidth=1, linestyle="--", label=limit
+            )
         axis.set_title(f"{world_size} rank" + "s" * (world_size != 1), fontsize=10)
-        axis.margins(x=0.25)
+        axis.set_xlim(0, 1.3 * most)  # room for the totals
         axis.tick_params(labelsize=8)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)

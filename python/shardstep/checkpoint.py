@@ -34,6 +34,29 @@ exit status: 0 success, 1 the checkpoint is damaged, 2 any other error.
 """
 
 
+_INSPECT_EXAMPLES = """
+examples:
+  shardstep inspect run
+  shardstep inspect runs/latest --json
+"""
+_VERIFY_EXAMPLES = """
+examples:
+  shardstep verify run
+  shardstep verify runs/latest || echo "go back to an older one"
+
+exit status: 0 every byte is as it was written, 1 something is damaged, 2 any other error.
+"""
+_CONVERT_EXAMPLES = """
+examples:
+  shardstep convert run model.safetensors
+      model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+  shardstep convert run adam.pt
+      optimizer.load_state_dict(torch.load("adam.pt", weights_only=True))
+  shardstep convert adam.pt run-again
+      optimizer.load_checkpoint("run-again")
+"""
+
+
 def _dtype(tensor: CheckpointTensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -174,23 +197,38 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """inspect, verify and convert."""
-    inspect = commands.add_parser(
-        "inspect", help="show tensors, sizes, shards and hyper-parameters; reads only the index"
+
+    def add_parser(name: str, **text: str) -> argparse.ArgumentParser:
+        text_as_it_is = argparse.RawDescriptionHelpFormatter
+        return commands.add_parser(name, formatter_class=text_as_it_is, **text)
+
+    inspect = add_parser(
+        "inspect",
+        help="show tensors, sizes, shards and hyper-parameters; reads only the index",
+        description="Shows how a checkpoint was saved, hyper-parameters, tensors, sizes, files.\n"
+        "Reads only the index, so it is fast for any size.",
+        epilog=_INSPECT_EXAMPLES,
     )
     inspect.add_argument("directory", metavar="DIR", help="the checkpoint")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
-    verify = commands.add_parser("verify", help="compare every byte with its checksum")
+    verify = add_parser(
+        "verify",
+        help="compare every byte with its checksum",
+        description="Reads a whole checkpoint, and names every tensor that is damaged.",
+        epilog=_VERIFY_EXAMPLES,
+    )
     verify.add_argument("directory", metavar="DIR", help="the checkpoint")
     verify.set_defaults(run=_verify)
 
-    convert = commands.add_parser(
+    convert = add_parser(
         "convert",
         help="convert a checkpoint to weights or to optimizer state, or such state to a checkpoint",
-        description="Converts one tensor in memory at a time. To TARGET.safetensors: the module's "
-        "parameters and buffers, which `safetensors` and Hugging Face's libraries load. To any "
-        "other file, and back: the optimizer's state. Random states are not converted.",
+        description="To TARGET.safetensors: the module's parameters and buffers, for `safetensors` "
+        "and\nHugging Face's libraries. To any other file, and back: the optimizer's state.\n"
+        "Random states are not converted. Holds one tensor in memory at a time.",
+        epilog=_CONVERT_EXAMPLES,
     )
     convert.add_argument(
         "source", metavar="SOURCE", help="a checkpoint, or a file of torch.save(state_dict)"

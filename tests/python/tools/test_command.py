@@ -22,15 +22,15 @@ def test_help_teaches():
     shown = succeed("--help")
     for word in ("plan", "doctor", "inspect", "verify", "convert", "examples:", "exit status"):
         assert word in shown
-    for name in ("plan", "doctor"):
-        assert "examples:" in succeed(name, "--help")
+    for name in ("plan", "doctor", "inspect", "verify", "convert"):
+        assert "examples:\n  " in succeed(name, "--help")
 
 
 def test_plan_of_a_number_of_parameters():
     shown = succeed("plan", "--parameters", "7e9", "--memory-gib", 80, "--ranks", "8,16")
     assert "7 billion parameters" in shown
     assert "fits into 80.0 GiB on" in shown
-    assert "on no number of ranks" in shown  # DDP
+    assert "DDP                                 no number of ranks" in shown
 
 
 def test_readme_shows_what_plan_prints():
@@ -67,7 +67,14 @@ def test_plan_of_weights(tmp_path):
     [
         ((), "expected MODEL or --parameters"),
         (("torch.nn:Nothing",), "expected Nothing in torch.nn"),
-        (("no.such.module:Net",), "No module named"),
+        (("no.such.module:Net",), "expected no.such.module to be a module that Python finds"),
+        (("nothing.safetensors",), "expected nothing.safetensors to be a safetensors file"),
+        (("torch.nn:Linear", "--arguments", "{bad"), "expected --arguments to be a JSON object or"),
+        (("torch.nn:Linear", "--arguments", "3"), "expected --arguments to be a JSON object"),
+        (("--parameters", "7e9", "--options", "[1]"), "expected --options to be a JSON object"),
+        (("--parameters", "7e9", "--ranks", "2,x"), "expected --ranks to be numbers such as 2,4,8"),
+        (("--parameters", "7e9", "--memory-gib", "-4"), "expected memory_bytes to be more than 0"),
+        (("--parameters", "7e9", "--network-gbit", "0"), "expected network_bandwidth to be more"),
         (("nothing.py:Net",), "expected nothing.py to be a Python file"),
         (("model",), "expected MODEL as"),
         (("--parameters", "7e9", "--optimizer", "Nothing"), "expected an optimizer"),
@@ -153,6 +160,19 @@ def test_doctor_examines_launched_ranks():
     assert len(shown["ranks"]) == 3
     assert shown["opens"] == [[None] * 3] * 3
     assert shown["checks"] == {"stage 1": "ok", "stage 2": "ok"}
+
+
+@pytest.mark.parametrize(
+    "launcher, size_name", [("mpirun", "OMPI_COMM_WORLD_SIZE"), ("srun", "SLURM_STEP_NUM_TASKS")]
+)
+def test_doctor_does_not_start_ranks_in_each_rank_of_another_launcher(
+    monkeypatch, launcher, size_name
+):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(size_name, "4")
+    missing = "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+    assert f"expected {missing} to be set, because {launcher} started 4" in refused("doctor")
 
 
 def test_doctor_says_why_ranks_do_not_share_a_host():
