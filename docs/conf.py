@@ -23,6 +23,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "transformers"]  # which integrations need, and this does not
 napoleon_numpy_docstring = False
 default_role = "literal"  # docstrings have single backticks
 
