@@ -22,5 +22,5 @@ def draw_iterations(axes, title: str, table: Table) -> list[str]:
     axes.barh(rows, rest, color="lightgray", label="forward and backward")
     axes.barh(rows, step, left=rest, color="tab:blue", label="step()")
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel("ms an iteration")
+    axes.set_xlabel("ms per iteration")
     return rows

@@ -130,7 +130,7 @@ def plot(tables: dict[Case, Table], file: Path) -> None:
         if FLOOR.name in table:
             left.axvline(table[FLOOR.name]["iteration"], color="black", linewidth=0.8, ls=":")
         right.barh(rows, [table[row]["pss"] / 1e6 for row in rows], color="tab:orange")
-        right.set_xlabel("proportional set size of a rank, MB")
+        right.set_xlabel("memory per rank (PSS), MB")
     axes[0][0].legend(fontsize=8)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
