@@ -221,8 +221,15 @@ def plot(arguments: argparse.Namespace) -> None:
                 Cluster(h, ranks_each, arguments.gbit, arguments.latency * 1e-6) for h in hosts
             ]
             axis.plot(hosts, [make(c, work).seconds(c, work) for c in clusters], label=name)
-        axis.set(xscale="log", yscale="log", xlabel="hosts", title=f"{ranks_each} rank" + "s" * (ranks_each > 1) + " per host")
-    axes[0].set_ylabel(f"seconds per iteration\n{arguments.gigabytes:g} GB, {arguments.gbit:g} Gbit/s per host")
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="hosts",
+            title=f"{ranks_each} rank" + "s" * (ranks_each > 1) + " per host",
+        )
+    axes[0].set_ylabel(
+        f"seconds per iteration\n{arguments.gigabytes:g} GB, {arguments.gbit:g} Gbit/s per host"
+    )
     axes[0].legend(fontsize=8)
     figure.savefig(arguments.plot, dpi=110)
 

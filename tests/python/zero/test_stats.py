@@ -1,6 +1,7 @@
 """What users see of a step: the profiler's events, stats() and log lines."""
 
 import logging
+import os
 
 import device as devices
 import pytest
@@ -90,6 +91,36 @@ def sends(exchange) -> None:
 @pytest.mark.parametrize("exchange", ["pairwise", "native"])
 def test_bytes_sent(exchange):
     run_ranks(2, sends, exchange)
+
+
+def between_hosts(hosts: str) -> dict[str, int]:
+    os.environ["SHARDSTEP_TEST_HOSTS"] = hosts
+    module = nn.Linear(512, 512)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), torch.optim.Adam, stage=2, sharding="element", lr=0.1
+    )
+    zero.reset_stats()
+    for _ in range(3):
+        zero.zero_grad()
+        module(torch.ones(2, 512)).square().mean().backward()
+        zero.step()
+    stats = zero.stats()
+    assert stats["exchange"] == "hierarchical"
+    return {name: stats[name] for name in ("bytes_sent", "bytes_received", "bytes_shared")}
+
+
+@pytest.mark.cpu("tensors on a device go through the backend's collectives")
+def test_bytes_between_hosts_and_inside_them():
+    """2 hosts of 2 ranks: half the gradients and half the parameters leave each host per step."""
+    hosts = "a,a,b,b"
+    found = run_ranks(4, between_hosts, hosts)
+    parameters = 4 * (512 * 512 + 512)
+    for host in ("a", "b"):
+        ranks = [stats for stats, name in zip(found, hosts.split(","), strict=True) if name == host]
+        for name in ("bytes_sent", "bytes_received"):
+            crossed = sum(stats[name] for stats in ranks) / 3
+            assert parameters <= crossed <= 1.05 * parameters
+        assert all(stats["bytes_shared"] > 0 for stats in ranks)
 
 
 def profiled(options) -> set[str]:
