@@ -97,7 +97,9 @@ def draw(lanes: dict[str, list[tuple[float, float]]], picture: str) -> None:
         axes.text(end, row, f" {total:.1f} ms", va="center", fontsize=8)
     axes.set_yticks(range(len(lanes)), [name.removeprefix("shardstep::") for name in lanes])
     axes.invert_yaxis()
-    axes.margins(x=0.08)
+    axes.set_xlim(
+        0, 1.08 * max(start + length for lane in lanes.values() for start, length in lane)
+    )
     axes.set(xlabel="milliseconds", title="One iteration on rank 0")
     axes.grid(axis="x", alpha=0.3)
     for side in ("top", "right"):
