@@ -198,9 +198,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """inspect, verify and convert."""
 
-    def add_parser(name: str, **text: str) -> argparse.ArgumentParser:
-        text_as_it_is = argparse.RawDescriptionHelpFormatter
-        return commands.add_parser(name, formatter_class=text_as_it_is, **text)
+    def add_parser(name: str, help: str, description: str, epilog: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=help,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     inspect = add_parser(
         "inspect",
