@@ -85,7 +85,8 @@ void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& post
     forgotten = message.forgotten_rounds;
     changes = message.changes;
   }
-  const auto parts_of = [&](const Message& message) {
+  const auto parts_of = [&](const Message& message) -> uint64_t {
+    if (message.rounds <= forgotten) return 0;  // it has nothing left, or is about to forget it
     return message.rounds < rounds ? message.forgotten_parts_when_behind : message.forgotten_parts;
   };
   for (const auto& message : messages) {

@@ -289,6 +289,23 @@ def test_a_gradient_that_all_ranks_dropped_before_a_pass_of_some(exchange, joins
 
 
 @unordered
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2, timeout=20)
+def test_a_joined_rank_forgets_what_was_left_of_gradients_of_which_some_were_dropped(
+    exchange, set_to_none
+):
+    net, zero, is_first = trained(exchange)
+    net.backward(2.0)
+    net.second.grad = None
+    with Join([zero]):
+        for value in () if is_first else (6.0, 4.0):
+            zero.zero_grad(set_to_none)
+            net.backward(value)
+            zero.step()
+    net.check(5.0)
+
+
+@unordered
 @on_ranks(2, timeout=20)
 def test_a_gradient_that_one_rank_dropped_before_its_pass_is_refused_everywhere(exchange):
     net, zero, is_first = trained(exchange)
