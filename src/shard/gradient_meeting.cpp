@@ -132,12 +132,14 @@ std::vector<GradientChange> ShardedGradients::log_of(const std::vector<Message>&
   return log;
 }
 
-// Whether a rank that has joined can make these changes now, by its own unsettled rounds: it has at
-// most the one of its step(), and what came before or after it can be set to zero apart.
-bool ShardedGradients::can_repeat(const std::vector<GradientChange>& log, int64_t rounds) {
+// Whether a rank that has joined can make these changes now, by its own rounds since the sums were
+// settled, and how many of them are forgotten: it has at most the one of its step() beside these,
+// and what came before or after it can be set to zero apart.
+bool ShardedGradients::can_repeat(const std::vector<GradientChange>& log, int64_t rounds,
+                                  int64_t forgotten) {
   return std::all_of(log.begin(), log.end(), [&](const GradientChange& change) {
-    return change.kind != GradientChange::kZero || change.first == static_cast<double>(rounds) ||
-           (change.first == 0 && rounds == 1);
+    return change.kind != GradientChange::kZero || change.first <= static_cast<double>(forgotten) ||
+           change.first == static_cast<double>(rounds) || (change.first == 0 && rounds == 1);
   });
 }
 
@@ -151,12 +153,15 @@ void ShardedGradients::follow_changes(std::vector<Message>& messages, size_t lea
   if (messages[leader].change_count < 0) return;
   if (std::none_of(messages.begin(), messages.end(), lags)) return;
   const auto log = log_of(messages, leader);
+  int64_t forgotten = 0;  // by all of them by now
+  for (const auto& message : messages) forgotten = std::max(forgotten, message.forgotten_rounds);
   for (size_t rank = 0; rank < messages.size(); ++rank) {
     auto& message = messages[rank];
     if (!lags(message)) continue;
     const bool goes_on = GradientChanges::begins_with(log, message.change_count, message.changes);
     if (!goes_on && !message.has_only_zeros) continue;
-    if (!can_repeat(log, message.rounds - reducer_.settled_rounds())) continue;
+    const int64_t settled = reducer_.settled_rounds();
+    if (!can_repeat(log, message.rounds - settled, forgotten - settled)) continue;
     message.changes = messages[leader].changes;
     if (static_cast<int>(rank) != group_->getRank()) continue;
     at::NoGradGuard no_grad;

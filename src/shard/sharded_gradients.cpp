@@ -180,8 +180,14 @@ void ShardedGradients::make(const GradientChange& change) {
   const auto& [kind, param, first, second] = change;
   auto own = kind == GradientChange::kZero ? at::Tensor() : reducer_.own(param);
   if (kind == GradientChange::kZero) {
-    first < static_cast<double>(unsettled_rounds()) ? reducer_.zero_sum(param)
-                                                    : reducer_.zero(param);
+    const int64_t forgotten = reducer_.forgotten_rounds() - reducer_.settled_rounds();
+    if (forgotten > 0 && first <= static_cast<double>(forgotten)) {
+      // There is nothing left of these rounds.
+    } else if (first < static_cast<double>(unsettled_rounds())) {
+      reducer_.zero_sum(param);
+    } else {
+      reducer_.zero(param);
+    }
   } else if (own.defined() && kind == GradientChange::kScale) {
     own.mul_(first);
   } else if (own.defined()) {

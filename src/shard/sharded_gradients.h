@@ -107,7 +107,7 @@ class SHARDSTEP_API ShardedGradients {
                                   const Posts& posts);
   void check_message(const Message& message, int from) const;
   void follow_changes(std::vector<Message>& messages, size_t leader);
-  static bool can_repeat(const std::vector<GradientChange>& log, int64_t rounds);
+  static bool can_repeat(const std::vector<GradientChange>& log, int64_t rounds, int64_t forgotten);
   std::vector<GradientChange> log_of(const std::vector<Message>& messages, size_t rank);
   void check_same_changes(const std::vector<Message>& messages) const;
   void check_not_replaced(const std::vector<Message>& messages) const;

@@ -307,6 +307,22 @@ def test_a_joined_rank_forgets_what_was_left_of_gradients_of_which_some_were_dro
 
 @unordered
 @on_ranks(2, timeout=20)
+def test_a_joined_rank_repeats_zeros_of_gradients_that_it_has_forgotten(exchange):
+    """Reading param_groups, as schedulers do, shows gradients that are forgotten."""
+    net, zero, is_first = trained(exchange)
+    net.backward(2.0)
+    zero.zero_grad()
+    with Join([zero]):
+        for value in () if is_first else (6.0, 4.0):
+            assert len(zero.param_groups) == 1
+            net.zero_grad(set_to_none=False)
+            net.backward(value)
+            zero.step()
+    net.check(5.0)
+
+
+@unordered
+@on_ranks(2, timeout=20)
 def test_a_gradient_that_one_rank_dropped_before_its_pass_is_refused_everywhere(exchange):
     net, zero, is_first = trained(exchange)
     net.backward(2.0)
