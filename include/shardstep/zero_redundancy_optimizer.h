@@ -304,6 +304,7 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   void take_gradients(bool first_in_step);
   // Makes them rank 0's.
   void broadcast(std::vector<at::Tensor> tensors);
+  void check_groups() const;
   void push_options();
   void pull_options();
   std::map<int64_t, NamedValues> read_local_state() const;

@@ -265,7 +265,6 @@ class CheckpointMethods(ShardedOptimizer):
                 self._keep_dtypes(state)
         except Exception:
             restore()
-            self.state = self.optim.state
             raise
 
     def _keep_dtypes(self, state: dict[int, dict[str, Any]]) -> None:

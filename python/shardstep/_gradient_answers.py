@@ -212,13 +212,16 @@ def _itself(func: Any, gradient: ShardedGradient, *_: Any) -> ShardedGradient:
 
 @handles("_to_copy")
 def _to_copy(func: Any, gradient: ShardedGradient, **options: Any) -> ShardedGradient:
-    """A view in another dtype, good for norms; in-place changes of it are refused."""
+    """A view in a wider dtype, good for norms; in-place changes of it are refused."""
     device = options.get("device")
     if device is not None and torch.device(device) != gradient.device:
         raise gradient._refuse(f"a copy on {device}")
-    if not is_plain(gradient) or options.get("dtype") == torch.bool:
-        raise gradient._refuse("a copy")
-    return gradient._derive("gradient", options.get("dtype"))
+    dtype = options.get("dtype") or gradient.dtype
+    parameter = gradient._parameter()
+    assert parameter is not None
+    if not is_plain(gradient) or torch.promote_types(parameter.dtype, dtype) != dtype:
+        raise gradient._refuse(f"a copy in {dtype}")  # rounded, which its answers would not be
+    return gradient._derive("gradient", dtype)
 
 
 @handles("zeros_like", "ones_like", "empty_like", "full_like")

@@ -196,7 +196,8 @@ def _own_part(gradient: ShardedGradient, value: Any, name: str) -> Any:
     if isinstance(value, ShardedGradient):
         if not is_plain(value) or value._index != gradient._index:
             raise gradient._refuse(f"{name} with another sharded gradient")
-        return value._gradients().own(value._index)
+        own = value._gradients().own(value._index)
+        return own if own is None or value.dtype == gradient.dtype else own.to(value.dtype)
     if value.dim() == 0:
         return value
     parameter = gradient._parameter()

@@ -38,9 +38,9 @@ class GroupMethods(GradientMethods):
         if not self.initialized:  # torch's constructor calls this too
             super().add_param_group(param_group)
             return
-        self._push_options()  # which may have changed since the last step
-        known = len(self.param_groups)
+        known = len(self._listed)
         with telling_every_rank(lambda error: self._adopt_groups(known, error), self._where()):
+            self._push_options()  # which may have changed since the last step
             group = parse_param_group(param_group, known, self._own_options)
             settings = take_settings(group, self._default_settings)
             settings.check()
@@ -85,7 +85,6 @@ class GroupMethods(GradientMethods):
             else:
                 self.optim.add_member(wanted.make([group]))
                 self._members.append(wanted)
-        self.state = self.optim.state
 
     def _number_of_pool(self, pool: tuple[Any, ...] | None) -> int:
         if pool not in self._cost_pools:
@@ -146,6 +145,7 @@ class GroupMethods(GradientMethods):
                 if param not in self._index_of:
                     self._index_of[param] = len(self._index_of)
                     self._group_of.append(number)
+            self._listed.append(list(group["params"]))
             # A parameter that is listed twice is updated twice, as torch.optim does.
             times = Counter(self._index_of[param] for param in group["params"])
             local = self.engine.local_params(number)
@@ -165,7 +165,7 @@ class GroupMethods(GradientMethods):
         restore = None if optim is None else keep_groups(optim)
 
         def forget() -> None:
-            for groups in (self.param_groups, self._settings, self._local_by_group):
+            for groups in (self.param_groups, self._listed, self._settings, self._local_by_group):
                 del groups[known:]
             for param in list(self._index_of)[known_params:]:
                 del self._index_of[param]
@@ -175,7 +175,6 @@ class GroupMethods(GradientMethods):
             if optim is not None and restore is not None:
                 restore()
                 self.optim = optim
-                self.state = optim.state
 
         return forget
 

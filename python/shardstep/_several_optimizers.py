@@ -125,6 +125,12 @@ def members_of(optimizer: Optimizer) -> list[Optimizer]:
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
+def use_state(optimizer: Optimizer, state: Any) -> None:
+    """Replaces the state as a whole."""
+    for one in {optimizer, *members_of(optimizer)}:
+        one.state = state
+
+
 def keep_groups(optimizer: Optimizer) -> Callable[[], None]:
     """Returns a function that removes groups and members that are added later."""
     members = list(members_of(optimizer))

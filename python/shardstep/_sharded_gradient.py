@@ -85,6 +85,8 @@ class ShardedGradient(torch.Tensor):
             return args[0]._derive("is finite", torch.bool)
         if func in _WITHOUT_MEMORY:
             raise args[0]._refuse(getattr(func, "__name__", str(func)))
+        if func == _SET_DATA:
+            return _set_data(*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -93,10 +95,13 @@ class ShardedGradient(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        handler = _HANDLERS.get(name)
+        kwargs = dict(kwargs or {})
+        if isinstance(out := kwargs.pop("out", None), cls):
+            return _write_to(out, name, args, kwargs)
+        handler = _HANDLERS.get(name) if out is None else None
         if handler is None:
-            raise first_of((*args, *(kwargs or {}).values()))._refuse(name)
-        return handler(func, *args, **(kwargs or {}))
+            raise first_of((*args, *kwargs.values()))._refuse(name)
+        return handler(func, *args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -133,14 +138,17 @@ class ShardedGradient(torch.Tensor):
             f"{self._index} {owner._where() if owner is not None else ''}".rstrip()
         )
 
-    def is_alias_of(self, other: "ShardedGradient") -> bool:
+    def is_same_gradient(self, other: "ShardedGradient") -> bool:
         """Whether both are the gradient of the same parameter of the same optimizer."""
         return (
             self._owner() is other._owner()
             and self._index == other._index
             and self._kind == other._kind == "gradient"
-            and self.dtype == other.dtype
         )
+
+    def is_alias_of(self, other: "ShardedGradient") -> bool:
+        """The same, in the same dtype."""
+        return self.is_same_gradient(other) and self.dtype == other.dtype
 
     # -- what is known about the whole gradient ----------------------------------------------------
 
@@ -185,6 +193,29 @@ def is_plain(gradient: Any) -> bool:
     return isinstance(gradient, ShardedGradient) and gradient._kind == "gradient"
 
 
+def _set_data(tensor: ShardedGradient, data: torch.Tensor) -> None:
+    """`p.grad.data = data`, which older code writes for a change in place."""
+    if isinstance(data, ShardedGradient) and tensor.is_same_gradient(data):
+        return  # model.to() and the like; the parameter's dtype is checked where it is used
+    parameter = tensor._parameter()
+    if parameter is None or parameter.grad is not tensor:
+        raise tensor._refuse("other data for an alias")
+    if data.shape != tensor.shape or data.dtype != tensor.dtype or data.device != tensor.device:
+        raise tensor._refuse("another size, dtype or device")
+    with torch.no_grad():
+        tensor.copy_(data)
+
+
+def _write_to(out: ShardedGradient, name: str, args: Any, options: dict[str, Any]) -> Any:
+    """`torch.mul(p.grad, 2, out=p.grad)` and the like are changes in place."""
+    change = getattr(out, f"{name}_", None)
+    first = args[0] if args else None
+    if change is None or not isinstance(first, ShardedGradient) or not out.is_alias_of(first):
+        raise out._refuse(f"{name} with out=")
+    return change(*args[1:], **options)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _IS_FINITE = (torch.isfinite, torch.Tensor.isfinite)
 _WITHOUT_MEMORY = (
     torch.Tensor.numpy,

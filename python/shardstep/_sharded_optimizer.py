@@ -1,6 +1,7 @@
 """What the parts of ZeroRedundancyOptimizer share: the engine, the param groups and the local
 optimizer, and the transfer of options and state between the last two."""
 
+import operator
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,8 @@ from shardstep._group_settings import GroupSettings
 from shardstep._masters import MASTER_KEY
 from shardstep._overlap_info import _OverlapInfo
 from shardstep._param_groups import ParamGroup, options_of
+from shardstep._several_optimizers import use_state
+from shardstep._state_view import StateView
 
 
 class ShardedOptimizer(Optimizer, Joinable):
@@ -31,6 +34,8 @@ class ShardedOptimizer(Optimizer, Joinable):
     """The group of each parameter, by index."""
     _local_by_group: list[list[LocalParam]]
     """What this rank owns, group by group, in the order of the local optimizer's parameters."""
+    _listed: list[list[torch.Tensor]]
+    """The parameters of each group, as they were given."""
     _index_of: dict[torch.Tensor, int]
     """Parameters are numbered in the order in which their groups list them first."""
     _module: torch.nn.Module | None
@@ -40,8 +45,34 @@ class ShardedOptimizer(Optimizer, Joinable):
     """State by parameter index, or by other keys that the local optimizer uses."""
     _may_have_state: bool
     """Whether any rank may have state that its local optimizer did not start with."""
+    _state_view: StateView | None
     _arrivals: Arrivals | None
     """With overlap_forward: which parameters may not have arrived yet."""
+
+    @property
+    def state(self) -> Any:
+        """What this rank holds of the state, by parameter. Parameters of others have none."""
+        if not hasattr(self, "optim"):  # torch's constructor
+            return {}
+        view = self._state_view
+        if (
+            view is None
+            or view.data is not self.optim.state
+            or len(view.local) != len(self._index_of)
+        ):
+            own = {local.index: local.tensor for local in self._local}
+            local = {param: own.get(index) for param, index in self._index_of.items()}
+            self._state_view = view = StateView(self.optim.state, local, self._where())
+        return view
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if not hasattr(self, "optim"):  # torch's constructor
+            return
+        view = self.state
+        if not isinstance(state, StateView):
+            state = StateView.of(state, view.local, self._where())
+        use_state(self.optim, state.data)
 
     @staticmethod
     def _sync_param_groups(src_param_groups: list[Any], dst_param_groups: list[Any]) -> None:
@@ -51,11 +82,31 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def _push_options(self) -> None:
         """Copies what the user and schedulers have set to the local optimizer."""
+        self._check_groups()
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
 
     def _pull_options(self) -> None:
         """Copies what the local optimizer has set or added to the groups that the user sees."""
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
+
+    def _check_groups(self) -> None:
+        """Raises ValueError if a group has other parameters than it was given."""
+        groups = self.param_groups
+        if len(groups) != len(self._listed):
+            changed = f"{len(groups)} groups instead of {len(self._listed)}"
+        else:
+            for number, (group, listed) in enumerate(zip(groups, self._listed, strict=True)):
+                params = group["params"]
+                if len(params) != len(listed) or not all(map(operator.is_, params, listed)):
+                    changed = f"others in group {number}"
+                    break
+            else:
+                return
+        raise ValueError(
+            "shardstep: expected the param groups to keep the parameters that they were given, "
+            f"got {changed}; use add_param_group() to add some, requires_grad_(False) or "
+            f"`.grad = None` to leave some out, or create a new optimizer {self._where()}"
+        )
 
     @property
     def _index_to_param(self) -> list[torch.Tensor]:
@@ -97,6 +148,7 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def _groups_by_index(self) -> list[ParamGroup]:
         """The param groups with the indices of their parameters, each once."""
+        self._check_groups()
         return [
             {
                 **options_of(group),
@@ -126,7 +178,6 @@ class ShardedOptimizer(Optimizer, Joinable):
             first = last
         own.update(extra or {})
         self.optim.load_state_dict({"state": own, "param_groups": local_groups})
-        self.state = self.optim.state
         self._consolidated = None
 
     def _finish_loading(self, groups: list[ParamGroup]) -> None:

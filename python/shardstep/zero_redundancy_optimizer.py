@@ -189,6 +189,8 @@ class ZeroRedundancyOptimizer(
             optimizer_class, defaults, sharding, cost, elementwise
         )
         self._settings = []
+        self._listed = []
+        self._state_view = None
         self._group_of = []
         self._cost_pools = [None]
         self._members = []
@@ -226,7 +228,6 @@ class ZeroRedundancyOptimizer(
         weakref.finalize(self, finish, self._checkpointer)  # also when the interpreter ends
         self.defaults = dict(self.optim.defaults)
         self._pull_options()
-        self.state = self.optim.state
         self.initialized = True
         if self._module is not None:
             self._follow_module(self._module, overlaps_forward)

@@ -48,6 +48,7 @@ void clip_grad_value(ShardEngine& engine, double clip_value) {
   engine.check_stage_2("clip_grad_value_");
   at::NoGradGuard no_grad;
   if (auto* const sharded = engine.gradients()) {
+    sharded->settle_together();
     return sharded->clamp(all_params(engine), -clip_value, clip_value);
   }
   for (at::Tensor gradient : engine.whole_gradients()) gradient.clamp_(-clip_value, clip_value);

@@ -205,6 +205,7 @@ ShardedGradients::Message ShardedGradients::message(const Question& question) {
           .looks_back = !reducer_.made_round(),
           .has_joined = joined_,
           .has_only_zeros = reducer_.has_only_zeros(),
+          .knows = knows(question),
           .question = question,
           .changes = changes_.digest(),
           .change_count = changes_.count(),

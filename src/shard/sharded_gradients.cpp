@@ -32,6 +32,11 @@ void ShardedGradients::answer(const std::vector<Message>& messages) {
       asked.push_back(message.question);
     }
   }
+  // What changed since has cleared what was known.
+  const bool known = asked.size() == 1 && known_.contains(asked.front()) &&
+                     std::all_of(messages.begin(), messages.end(),
+                                 [](const Message& message) { return message.knows != 0; });
+  if (known) return;
   for (const auto& question : asked) {
     if (question.kind == Kind::kWhole) {
       whole_ = {question.which, gather_whole(question.which)};
@@ -106,25 +111,38 @@ void ShardedGradients::settle() {
   if (!is_current()) ask({.kind = Kind::kSettle});
 }
 
-const std::vector<double>& ShardedGradients::statistic(GradientStatistic statistic,
-                                                       double norm_type) {
+void ShardedGradients::settle_together() { ask({.kind = Kind::kSettle}); }
+
+bool ShardedGradients::knows(const Question& question) const {
+  return is_current() && known_.contains(question) &&
+         (question.kind != Kind::kSquares || squares_of_ == present());
+}
+
+void ShardedGradients::check_norm_type(double norm_type) const {
   TORCH_CHECK_VALUE(norm_type >= 0, "shardstep: expected a norm type of 0 or more, got ", norm_type,
                     detail::who(group_));
+}
+
+const std::vector<double>& ShardedGradients::statistic(GradientStatistic statistic,
+                                                       double norm_type) {
+  check_norm_type(norm_type);
   const Question question{Kind::kStatistic, static_cast<int64_t>(statistic), norm_type};
   if (!knows(question)) ask(question);
   return known_.at(question);
 }
 
 double ShardedGradients::total_norm(double norm_type) {
-  const StatisticMerging merging(GradientStatistic::kNorm, norm_type);
+  check_norm_type(norm_type);
   const Question each{Kind::kStatistic, static_cast<int64_t>(GradientStatistic::kNorm), norm_type};
   const Question together{Kind::kSquares, static_cast<int64_t>(GradientStatistic::kNorm), 2};
   if (norm_type == 2 && !knows(each)) {
-    if (!knows(together) || squares_of_ != present()) ask(together);
+    ask(together);
     return known_.at(together).front();
   }
+  ask(each);
+  const StatisticMerging merging(GradientStatistic::kNorm, norm_type);
   double total = merging.neutral();
-  const auto& norms = statistic(GradientStatistic::kNorm, norm_type);
+  const auto& norms = known_.at(each);
   for (size_t param = 0; param < norms.size(); ++param) {
     // It may have been dropped since the question was asked.
     if (!reducer_.has_gradient(static_cast<int64_t>(param))) continue;

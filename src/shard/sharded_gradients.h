@@ -33,7 +33,8 @@ class SHARDSTEP_API ShardedGradients {
   // The statistic of each parameter's whole gradient, by index; a neutral value if there is none.
   // `norm_type` may be infinite, and is used for kNorm only. Collective.
   const std::vector<double>& statistic(GradientStatistic statistic, double norm_type = 0);
-  // Of all gradients together. Collective.
+  // Of all gradients together. Collective: every rank calls it, so it asks even if this one has
+  // heard of nothing new. Another may have made a pass, and forgotten it.
   double total_norm(double norm_type);
   // By parameter. Collective.
   std::vector<bool> finite();
@@ -42,6 +43,8 @@ class SHARDSTEP_API ShardedGradients {
   at::Tensor whole(int64_t param);
   // Ends the rounds so far, so that all gradients are final. Collective.
   void settle();
+  // The same where every rank calls it, even if this one has heard of nothing new.
+  void settle_together();
 
   // What this rank owns of a parameter's gradient, in memory order; undefined if it owns nothing or
   // there is no gradient. Call changed() after changing it.
@@ -85,6 +88,7 @@ class SHARDSTEP_API ShardedGradients {
     uint8_t has_joined = 0;
     uint8_t has_only_zeros = 0;
     uint8_t met_forgotten = 0;  // set where it is received
+    uint8_t knows = 0;          // the answer to its question, unless another has changed something
     Question question;
     uint64_t changes = 0;  // their digest
     int64_t change_count = 0;
@@ -94,7 +98,8 @@ class SHARDSTEP_API ShardedGradients {
   // Whether no rank can have another gradient than when the ranks last met.
   bool is_current() const { return reducer_.settled() && met_; }
   int64_t unsettled_rounds() const { return reducer_.rounds() - reducer_.settled_rounds(); }
-  bool knows(const Question& question) const { return is_current() && known_.contains(question); }
+  bool knows(const Question& question) const;
+  void check_norm_type(double norm_type) const;
   void ask(const Question& question);
   std::vector<Message> meet(const Question& question);
   void answer(const std::vector<Message>& messages);

@@ -198,7 +198,7 @@ void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups
 // on them, removes them again.
 void ZeroRedundancyOptimizer::adopt_new_groups(std::exception_ptr error) {
   const size_t known = engine_->group_count();
-  if (!error && param_groups_.size() == known && known > 0) return;
+  if (!error && param_groups_.size() <= known && known > 0) return;  // fewer: check_groups() throws
   try {
     std::vector<EngineGroup> groups;
     if (!error) {
@@ -295,7 +295,25 @@ void ZeroRedundancyOptimizer::make_local_groups(size_t known) {
   push_options();
 }
 
+// Parameters that were taken out of param_groups() or put there are neither.
+void ZeroRedundancyOptimizer::check_groups() const {
+  bool same = param_groups_.size() == engine_->group_count();
+  int64_t index = 0;
+  for (const auto& group : param_groups_) {
+    for (const auto& param : group.params()) {
+      same = same && index < engine_->param_count() && param.is_same(engine_->param(index));
+      ++index;
+    }
+  }
+  TORCH_CHECK_VALUE(same && index == engine_->param_count(),
+                    "shardstep: expected param_groups() to keep the parameters that they were "
+                    "given, got others; use add_param_group() to add some, requires_grad_(false) "
+                    "or an undefined gradient to leave some out, or create a new optimizer",
+                    detail::who(process_group()));
+}
+
 void ZeroRedundancyOptimizer::push_options() {
+  check_groups();
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     local_of(g).assign_options(param_groups_[g].options(), local_group(g).options());
   }
@@ -339,7 +357,6 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   adopt_new_groups(nullptr);
   consolidated_.reset();
   may_have_state_ = true;
-  push_options();
   const auto loss = update_own(closure);
   pull_options();
   engine_->after_step();
@@ -348,6 +365,7 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
 
 at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
   try {
+    push_options();
     if (!closure) {
       take_gradients(true);
       const PhaseTimer timer(engine_->phase_times(), StepPhase::kUpdate);

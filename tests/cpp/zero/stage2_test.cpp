@@ -632,6 +632,11 @@ TEST_P(Stage2ExchangeTest, GenericCodeFailsLoudly) {
     loss_of(params, group->getRank(), 0).backward();
     EXPECT_THROW(torch::nn::utils::clip_grad_norm_(params, 1.0), c10::Error);
     EXPECT_THROW(torch::nn::utils::clip_grad_value_(params, 1.0), c10::Error);
+    auto grad = params[0].grad();
+    EXPECT_THROW(grad.set_data(torch::zeros_like(params[0])), c10::Error);
+    EXPECT_THROW(grad.data().mul_(0.5), c10::Error);
+    EXPECT_THROW(grad.clone(), c10::Error);
+    EXPECT_THROW(grad.data_ptr(), c10::Error);
     static_cast<torch::optim::Optimizer&>(zero).zero_grad();
     for (const auto& param : params) EXPECT_FALSE(param.grad().defined());
     zero.step();

@@ -311,6 +311,39 @@ TEST(Experts, ThatDifferBetweenRanksAreNotWaitedFor) {
   }
 }
 
+TEST(ParamGroups, WithParametersTakenOutOrPutInAreAnErrorOnAll) {
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  const std::vector<std::function<void(Groups&)>> changes = {
+      [](Groups& groups) { groups.pop_back(); },
+      [](Groups& groups) { groups.erase(groups.begin()); },
+      [](Groups& groups) { groups[0].params().pop_back(); },
+      [](Groups& groups) { groups[1].params().push_back(torch::zeros({3})); },
+      [](Groups& groups) { std::swap(groups[0].params()[0], groups[0].params()[1]); },
+  };
+  for (int stage : {1, 2}) {
+    for (const auto& change : changes) {
+      for (bool on_one_rank : {false, true}) {
+        run_ranks(
+            2,
+            [&](const ProcessGroupPtr& group) {
+              const auto params = make_params();
+              const std::vector<at::Tensor> first(params.begin(), params.begin() + 2),
+                  rest(params.begin() + 2, params.end());
+              ZeroRedundancyOptimizer zero(Groups{{first}, {rest}}, torch::optim::SGDOptions(1e-2),
+                                           ZeroOptions().stage(stage).process_group(group));
+              iterate(zero, params);
+              EXPECT_TRUE(zero.state().empty());  // docs/limitations.md
+              if (!on_one_rank || group->getRank() == 1) change(zero.param_groups());
+              backward(params);
+              const auto message = error_of<c10::Error>([&] { zero.step(); });
+              expect_names(message, "to keep the parameters that they were given");
+            },
+            std::chrono::seconds(60), std::chrono::seconds(10));
+      }
+    }
+  }
+}
+
 // tests/python/traps/test_passes_without_synchronization.py has the other cases.
 TEST(NoSync, ChangesBesideTheSumOfTheLastStepAreAnErrorOnAll) {
   for (auto exchange : kExchanges) {

@@ -447,3 +447,26 @@ def test_a_rank_without_a_batch_steps_with_nothing_if_the_others_forgot_theirs(
     net.zero_grad() if forget_by_module else zero.zero_grad()
     zero.step()
     net.check(3.0)
+
+
+OWN_CLIPS = {
+    "norm": lambda zero: zero.clip_grad_norm_(1.0),
+    "norm of type 1": lambda zero: zero.clip_grad_norm_(1.0, norm_type=1.0),
+    "value": lambda zero: zero.clip_grad_value_(1.0),
+}
+
+
+@unordered
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("clip", OWN_CLIPS)
+@on_ranks(2, timeout=20)
+def test_a_rank_without_a_batch_clips_again_with_the_others(exchange, forgets, clip):
+    net, zero, is_first = trained(exchange)
+    OWN_CLIPS[clip](zero)  # nothing yet, so that it has nothing to change
+    if not is_first:
+        net.backward(0.002)
+    if forgets:
+        net.zero_grad()
+    OWN_CLIPS[clip](zero)
+    zero.step()
+    net.check(0.0 if forgets else 0.001)
