@@ -228,4 +228,5 @@ _WITHOUT_MEMORY = (
     torch.Tensor.__reduce_ex__,
     torch.Tensor.__deepcopy__,
     torch.Tensor.__dlpack__,
+    torch.Tensor.__dlpack_device__,
 )

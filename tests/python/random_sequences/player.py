@@ -124,7 +124,9 @@ class Player:
         """Both sides' zero_grad."""
         self.beside.zero_grad(how.set_to_none)
         self._zero_grad(how)
+        looked = self.looked and how.by == "module"  # a rank without gradients notices nothing
         self._has_forgotten()
+        self.looked = looked
 
     def _zero_grad(self, how: programs.ZeroGrad) -> None:
         if how.by == "optimizer":

@@ -30,7 +30,8 @@ def times_mask(parameter: nn.Parameter) -> None:
 
 def add_seeded_noise(parameter: nn.Parameter) -> None:
     generator = torch.Generator().manual_seed(3)
-    parameter.grad.data += 0.01 * torch.randn(parameter.shape, generator=generator)
+    noise = torch.randn(parameter.shape, generator=generator)
+    parameter.grad.data += 0.01 * noise.to(parameter.device)
 
 
 def set_to_itself(parameter: nn.Parameter) -> None:
