@@ -527,13 +527,14 @@ std::optional<double> GradientReducer::squares() const {
 
 void GradientReducer::show_stand_ins() {
   const std::lock_guard lock(mutex_);
+  if (in_round_) post_missing();
   forget_unwanted();  // a stand-in says that the sum is wanted
   for (auto* param : watched_) {
     auto& gradient = param->reduced.param.mutable_grad();
     const bool is_trainable = param->reduced.param.requires_grad();
     if (!is_trainable || gradient.defined()) continue;
     gradient = param->stand_in;
-    param->sum_is_zero = true;
+    zero(*param);
   }
 }
 

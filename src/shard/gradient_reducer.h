@@ -63,6 +63,8 @@ class SHARDSTEP_API GradientReducer {
   // How many of them are forgotten for all parameters: what came before the last zero_grad().
   int64_t forgotten_rounds() const;
   bool all_forgotten() const { return forgotten_rounds() == rounds_; }
+  // The same since settle(): nothing is left of what this rank added, perhaps of what others did.
+  bool has_forgotten_all() const { return !settled_ && all_forgotten(); }
   // By bucket: how often this rank has posted it, and how many of these are forgotten. Frozen
   // buckets and those that are yet to be added take no part in a round.
   using Posts = BucketPosts;
@@ -127,8 +129,8 @@ class SHARDSTEP_API GradientReducer {
   // REQUIRES: settled(), and sums that have not changed since.
   std::optional<double> squares() const;
 
-  // Sets stand-ins for all gradients of a rank that has made no round, so that code that looks for
-  // gradients finds them.
+  // Sets stand-ins for all gradients of a rank that has made no round, or none that it has not
+  // forgotten, so that code that looks for gradients finds them.
   void show_stand_ins();
   // Copies the sums whose memory the other ranks need for their next round.
   void keep_sums();

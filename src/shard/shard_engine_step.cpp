@@ -125,7 +125,8 @@ std::vector<at::Tensor> ShardEngine::whole_gradients() {
 
 void ShardEngine::show_gradients() {
   if (!reducer_) return;
-  if (!reducer_->made_round() && !reducer_->has_sums()) reducer_->show_stand_ins();
+  const bool has_nothing = !reducer_->made_round() || reducer_->has_forgotten_all();
+  if (has_nothing && !reducer_->has_sums()) reducer_->show_stand_ins();
 }
 
 void ShardEngine::append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const {

@@ -471,3 +471,27 @@ def test_a_rank_without_a_batch_clips_again_with_the_others(exchange, forgets, c
     dist.barrier()  # as a program that averages its losses would
     zero.step()
     net.check(0.0 if forgets else 0.001)
+
+
+@unordered
+@pytest.mark.parametrize("forget_by_module", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+@on_ranks(2, timeout=20)
+def test_a_rank_that_forgot_its_pass_finds_the_gradients_of_others(
+    exchange, forget_by_module, again
+):
+    net, zero, is_first = trained(exchange)
+    if not is_first or again:
+        net.backward(7.0)
+    net.zero_grad() if forget_by_module else zero.zero_grad()
+    if is_first:  # after what the other rank has forgotten, if that was not a pass of both
+        net.backward(0.002)
+    parameters = zero.param_groups[0]["params"]
+    if again:
+        clip_grad_value_(parameters, 1.0)
+    else:
+        with pytest.raises(RuntimeError, match=REFUSED):
+            clip_grad_value_(parameters, 1.0)
+    dist.barrier()
+    zero.step()
+    net.check(0.001 if again else 0.0)
