@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "tests" / "cpp" / "fuzz" / "corpus"
 LONGEST = {"index": 8192, "shard": 8192, "pickle": 2048, "state_dict": 8192, "environment": 512}
+# Beyond these an input counts as found.
+LIMITS = ["-rss_limit_mb=3000", "-malloc_limit_mb=256", "-timeout=120"]
 # The sources whose coverage is reported; the rest only writes, or needs ranks.
 READERS = {
     "index": ["format/json.cpp", "checkpoint/checkpoint_index.cpp", "checkpoint/checkpoint.cpp"],
@@ -74,9 +76,7 @@ class Fuzzer:
         options = [
             f"-max_len={LONGEST[self.target]}",
             f"-artifact_prefix={self.found}/",
-            "-rss_limit_mb=3000",
-            "-malloc_limit_mb=256",
-            "-timeout=120",
+            *LIMITS,
             "-report_slow_units=120",
             "-print_final_stats=1",
         ]
@@ -88,8 +88,18 @@ class Fuzzer:
                 stderr=subprocess.STDOUT,
             )
 
+    def retry_found(self) -> None:
+        """Moves what an earlier run found, and is mended by now, to the corpus."""
+        for path in sorted(self.found.iterdir()):
+            command = [self.program, *LIMITS, f"-artifact_prefix={self.memory}/", path]
+            again = subprocess.run(command, env=self.variables(), capture_output=True)
+            if again.returncode == 0:
+                path.rename(self.corpus / path.name)
+                print(f"{self.target}: {path.name} of an earlier run is read or refused now")
+
     def run(self, seconds: float) -> bool:
         """Fuzzes for some seconds of CPU; whether nothing was found."""
+        self.retry_found()
         self.log.write_bytes(b"")
         process = self.start()
         used = 0.0
