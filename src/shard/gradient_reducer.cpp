@@ -247,6 +247,14 @@ int64_t GradientReducer::forgotten_rounds() const {
   return any_wanted ? forgotten_rounds_ : rounds_;
 }
 
+// Python may have an alias of the stand-in in `.grad`, and takes it back before a step.
+bool GradientReducer::has_forgotten_all() const {
+  return !settled_ && all_forgotten() &&
+         std::none_of(watched_.begin(), watched_.end(), [](const WatchedParam* param) {
+           return param->reduced.param.grad().defined();
+         });
+}
+
 std::vector<GradientReducer::Posts> GradientReducer::posts() const {
   const bool all = all_forgotten();
   std::vector<Posts> posts;

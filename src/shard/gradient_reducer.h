@@ -63,8 +63,8 @@ class SHARDSTEP_API GradientReducer {
   // How many of them are forgotten for all parameters: what came before the last zero_grad().
   int64_t forgotten_rounds() const;
   bool all_forgotten() const { return forgotten_rounds() == rounds_; }
-  // The same since settle(): nothing is left of what this rank added, perhaps of what others did.
-  bool has_forgotten_all() const { return !settled_ && all_forgotten(); }
+  // The same since settle(), with nothing in any `.grad`; others may have added something.
+  bool has_forgotten_all() const;
   // By bucket: how often this rank has posted it, and how many of these are forgotten. Frozen
   // buckets and those that are yet to be added take no part in a round.
   using Posts = BucketPosts;
