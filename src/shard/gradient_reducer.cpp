@@ -541,6 +541,7 @@ void GradientReducer::show_stand_ins() {
     auto& gradient = param->reduced.param.mutable_grad();
     const bool is_trainable = param->reduced.param.requires_grad();
     if (!is_trainable || gradient.defined()) continue;
+    if (!param->hook) watch(*param);  // it was frozen so far; its hook removes the stand-in
     gradient = param->stand_in;
     zero(*param);
   }

@@ -495,3 +495,19 @@ def test_a_rank_that_forgot_its_pass_finds_the_gradients_of_others(
     dist.barrier()
     zero.step()
     net.check(0.001 if again else 0.0)
+
+
+@exchanges
+@on_ranks(2, timeout=20)
+def test_a_parameter_that_was_frozen_from_the_start_is_shown_and_trained_later(exchange):
+    net = Vectors()
+    net.first.requires_grad_(False)
+    options = {"stage": 2, "sharding": "element", "exchange": exchange}
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **options, lr=1.0)
+    net.first.requires_grad_(True)
+    zero.param_groups[0]["lr"] = -1.0  # reading the groups shows gradients
+    with zero.no_sync():
+        net.backward(1.0)
+    net.backward(2.0)
+    zero.step()
+    net.check(3.0)
