@@ -55,14 +55,15 @@ void Partition::add_groups(const std::vector<std::vector<ParamSpec>>& groups) {
     const auto sharding = group.empty() ? sharding_ : group.front().sharding.value_or(sharding_);
     const auto owners =
         sharding == Sharding::kParameter ? assign_owners(group) : std::vector<int>(group.size(), 0);
+    const size_t number = group_count();
+    group_begins_.push_back(param);
     for (size_t i = 0; i < group.size(); ++i) {
-      by_kind[group[i].kind].push_back({param++, group_count_, group[i], owners[i], sharding});
+      by_kind[group[i].kind].push_back({param++, number, group[i], owners[i], sharding});
       shardings_.push_back(sharding);
     }
-    ++group_count_;
   }
   slices_.resize(param);
-  for (auto& rank : owned_) rank.resize(group_count_);
+  for (auto& rank : owned_) rank.resize(group_count());
 
   for (const auto& [kind, members] : by_kind) {
     std::vector<Member> bucket;
@@ -137,6 +138,11 @@ void Partition::add_bucket(const std::vector<Member>& members) {
     }
   }
   buckets_.push_back(std::move(layout));
+}
+
+Range Partition::group(size_t group) const {
+  const bool is_last = group + 1 == group_count();
+  return {group_begins_[group], is_last ? param_count() : group_begins_[group + 1]};
 }
 
 std::vector<const Slice*> Partition::owned(int rank) const {

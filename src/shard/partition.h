@@ -73,7 +73,9 @@ class SHARDSTEP_API Partition {
   Sharding sharding(int64_t param) const { return shardings_[param]; }
   Sharding sharding() const { return sharding_; }  // by default
   int world_size() const { return world_size_; }
-  size_t group_count() const { return group_count_; }
+  size_t group_count() const { return group_begins_.size(); }
+  // The parameters of a group.
+  Range group(size_t group) const;
   int64_t param_count() const { return static_cast<int64_t>(slices_.size()); }
   const std::vector<BucketLayout>& buckets() const { return buckets_; }
 
@@ -100,7 +102,7 @@ class SHARDSTEP_API Partition {
   Sharding sharding_;
   int world_size_;
   int64_t bucket_cap_bytes_;
-  size_t group_count_ = 0;
+  std::vector<int64_t> group_begins_;                // [group]: its first parameter
   std::map<int64_t, std::vector<double>> assigned_;  // [pool][rank]: cost, by parameter
   std::vector<BucketLayout> buckets_;
   std::vector<std::vector<std::vector<Slice>>> owned_;  // [rank][group]

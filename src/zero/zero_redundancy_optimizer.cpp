@@ -298,14 +298,15 @@ void ZeroRedundancyOptimizer::make_local_groups(size_t known) {
 // Parameters that were taken out of param_groups() or put there are neither.
 void ZeroRedundancyOptimizer::check_groups() const {
   bool same = param_groups_.size() == engine_->group_count();
-  int64_t index = 0;
-  for (const auto& group : param_groups_) {
-    for (const auto& param : group.params()) {
-      same = same && index < engine_->param_count() && param.is_same(engine_->param(index));
-      ++index;
+  for (size_t g = 0; same && g < param_groups_.size(); ++g) {
+    const auto& params = param_groups_[g].params();
+    const auto given = engine_->partition().group(g);
+    same = static_cast<int64_t>(params.size()) == given.size();
+    for (int64_t i = 0; same && i < given.size(); ++i) {
+      same = params[i].is_same(engine_->param(given.begin + i));
     }
   }
-  TORCH_CHECK_VALUE(same && index == engine_->param_count(),
+  TORCH_CHECK_VALUE(same,
                     "shardstep: expected param_groups() to keep the parameters that they were "
                     "given, got others; use add_param_group() to add some, requires_grad_(false) "
                     "or an undefined gradient to leave some out, or create a new optimizer",

@@ -116,7 +116,7 @@ TEST(GradScaler, HasPythonsStateAndRefusesWrongOrders) {
   GradScaler again;
   again.load_state_dict(scaler.state_dict());
   EXPECT_EQ(again.get_scale(), 32);
-  EXPECT_THROW(again.load_state_dict({}), c10::ValueError);
+  EXPECT_THROW(again.load_state_dict(NamedValues{}), c10::ValueError);
   EXPECT_THROW(again.update(), c10::Error);
   EXPECT_THROW(GradScaler(GradScalerOptions().growth_factor(1)), c10::ValueError);
   EXPECT_TRUE(GradScaler(GradScalerOptions().enabled(false)).state_dict().is_empty());

@@ -319,6 +319,11 @@ TEST(ParamGroups, WithParametersTakenOutOrPutInAreAnErrorOnAll) {
       [](Groups& groups) { groups[0].params().pop_back(); },
       [](Groups& groups) { groups[1].params().push_back(torch::zeros({3})); },
       [](Groups& groups) { std::swap(groups[0].params()[0], groups[0].params()[1]); },
+      [](Groups& groups) {  // over the border, so that their order stays
+        auto& next = groups[1].params();
+        next.insert(next.begin(), groups[0].params().back());
+        groups[0].params().pop_back();
+      },
   };
   for (int stage : {1, 2}) {
     for (const auto& change : changes) {
