@@ -69,48 +69,55 @@ bool ShardedGradients::met_forgotten(const Posts& theirs, const Posts& all) {
   return false;
 }
 
-// A rank that made fewer rounds had no batch then, and adds zeros. One that has added nothing also
-// follows a zero_grad() of the others; else its gradients may have met those that were forgotten.
-// What was forgotten of single parameters between rounds must be the same on all ranks by then.
-// What changed before the missing rounds is repeated before they are added. `flags` by rank.
-void ShardedGradients::line_up(std::vector<Message>& messages, const Posts& posts,
-                               const std::vector<const uint8_t*>& flags) {
-  int64_t rounds = 0, forgotten = 0;
-  bool same = true, same_parts = true, refused = false;
-  uint64_t changes = 0;
-  for (const auto& message : messages) {
-    rounds = std::max(rounds, message.rounds);
-    same = same && message.rounds == messages[0].rounds;
-    if (message.forgotten_rounds < forgotten) continue;
-    forgotten = message.forgotten_rounds;
-    changes = message.changes;
-  }
+// Whether the ranks cannot come to the same sums: gradients of a rank may have met those that
+// others have forgotten, or what was forgotten of single parameters between rounds is not the same
+// on all ranks by the time that some catch up.
+bool ShardedGradients::are_at_odds(const Heard& heard, int64_t rounds) {
+  const auto& messages = heard.messages;
   const auto parts_of = [&](const Message& message) -> uint64_t {
-    if (message.rounds <= forgotten) return 0;  // it has nothing left, or is about to forget it
+    if (message.rounds <= heard.forgotten_rounds) return 0;  // it is forgotten, or will be
     return message.rounds < rounds ? message.forgotten_parts_when_behind : message.forgotten_parts;
   };
+  bool same = true, same_parts = true;
   for (const auto& message : messages) {
+    same = same && message.rounds == rounds;
     same_parts = same_parts && parts_of(message) == parts_of(messages[0]);
+  }
+  return std::any_of(messages.begin(), messages.end(), [&](const Message& message) {
+    const bool mixed = message.forgotten_rounds < heard.forgotten_rounds || message.met_forgotten;
+    return (mixed && message.has_contributed && !message.has_joined) ||
+           (!same && (!same_parts || message.looks_back));
+  });
+}
+
+// A rank that made fewer rounds had no batch then, and adds zeros. One that has added nothing also
+// follows a zero_grad() of the others. What changed before the missing rounds is repeated before
+// they are added.
+void ShardedGradients::line_up(Heard& heard) {
+  auto& messages = heard.messages;
+  int64_t rounds = 0;
+  uint64_t changes = 0;  // of a rank that has forgotten the most
+  for (const auto& message : messages) {
+    rounds = std::max(rounds, message.rounds);
+    if (message.forgotten_rounds == heard.forgotten_rounds) changes = message.changes;
   }
   const auto own = static_cast<size_t>(group_->getRank());
   for (auto& message : messages) {
-    const bool forgets = message.forgotten_rounds < forgotten;
-    const bool mixed = forgets || message.met_forgotten;
-    refused = refused || (mixed && message.has_contributed && !message.has_joined) ||
-              (!same && (!same_parts || message.looks_back));
-    if (!forgets) continue;
+    if (message.forgotten_rounds == heard.forgotten_rounds) continue;
     message.changes = message.has_joined ? 0 : changes;
     message.change_count = 0;
     if (&message == &messages[own] && message.has_joined) forget_changes();
   }
-  if (refused) refuse_rounds(messages, rounds, posts);
-  reducer_.forget_up_to(forgotten, posts);
+  if (are_at_odds(heard, rounds)) refuse_rounds(messages, rounds, heard.posts);
+  reducer_.forget_up_to(heard.forgotten_rounds, heard.posts);
   const size_t leader = leader_of(messages);
-  if (leader < messages.size()) follow_changes(messages, leader);
-  if (messages[own].has_joined && leader < messages.size()) {
-    reducer_.follow(flags[leader], follows_leader(messages, own));
+  if (leader < messages.size()) {
+    follow_changes(heard, leader);
+    if (messages[own].has_joined) {
+      reducer_.follow(heard.flags[leader].data(), follows_leader(messages, own));
+    }
   }
-  reducer_.catch_up(rounds, posts);
+  reducer_.catch_up(rounds, heard.posts);
 }
 
 // The changes of one rank, on every rank.
@@ -146,22 +153,22 @@ bool ShardedGradients::can_repeat(const std::vector<GradientChange>& log, int64_
 // A rank that has joined makes the changes of the leader that it lacks. If its own are not the
 // first of them, the leader has forgotten gradients since; where it had only zeros itself, it
 // starts again from zeros. Every rank decides the same.
-void ShardedGradients::follow_changes(std::vector<Message>& messages, size_t leader) {
+void ShardedGradients::follow_changes(Heard& heard, size_t leader) {
+  auto& messages = heard.messages;
   const auto lags = [&](const Message& message) {
     return message.has_joined && message.changes != messages[leader].changes;
   };
   if (messages[leader].change_count < 0) return;
   if (std::none_of(messages.begin(), messages.end(), lags)) return;
   const auto log = log_of(messages, leader);
-  int64_t forgotten = 0;  // by all of them by now
-  for (const auto& message : messages) forgotten = std::max(forgotten, message.forgotten_rounds);
   for (size_t rank = 0; rank < messages.size(); ++rank) {
     auto& message = messages[rank];
     if (!lags(message)) continue;
     const bool goes_on = GradientChanges::begins_with(log, message.change_count, message.changes);
     if (!goes_on && !message.has_only_zeros) continue;
     const int64_t settled = reducer_.settled_rounds();
-    if (!can_repeat(log, message.rounds - settled, forgotten - settled)) continue;
+    // All ranks have forgotten as many rounds by now.
+    if (!can_repeat(log, message.rounds - settled, heard.forgotten_rounds - settled)) continue;
     message.changes = messages[leader].changes;
     if (static_cast<int>(rank) != group_->getRank()) continue;
     at::NoGradGuard no_grad;
@@ -226,64 +233,76 @@ void ShardedGradients::check_message(const Message& message, int from) const {
   peer.check("the subject of a question", which, 0, kind == Kind::kWhole ? params - 1 : last);
 }
 
-// Every rank brings what it wants to know; a rank in before_step() wants nothing.
-std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& question) {
-  reducer_.end_round();
-  const auto own_flags = reducer_.flags();
-  auto posts = reducer_.posts();
-  const auto own_posts = posts;
-  const auto posts_size = posts.size() * sizeof(posts[0]);
+// Sends this rank's part of a meeting, and checks what the others have sent.
+ShardedGradients::Heard ShardedGradients::hear(const Question& question) {
   const auto own = message(question);
-  auto bytes =
-      at::empty({static_cast<int64_t>(sizeof(own) + posts_size + own_flags.size())}, at::kByte);
+  const auto own_posts = reducer_.posts();
+  const auto own_flags = reducer_.flags();
+  const auto posts_size = own_posts.size() * sizeof(BucketPosts);
+  const auto size = sizeof(own) + posts_size + own_flags.size();
+  auto bytes = at::empty({static_cast<int64_t>(size)}, at::kByte);
   auto* const data = bytes.mutable_data_ptr<uint8_t>();
   std::memcpy(data, &own, sizeof(own));
-  if (!posts.empty()) std::memcpy(data + sizeof(own), posts.data(), posts_size);
+  if (!own_posts.empty()) std::memcpy(data + sizeof(own), own_posts.data(), posts_size);
   std::copy(own_flags.begin(), own_flags.end(), data + sizeof(own) + posts_size);
 
-  std::vector<Message> messages;
-  const auto received = detail::all_gather(control_, bytes, ControlMessage::kGradientMeeting);
+  Heard heard;
+  heard.received = detail::all_gather(control_, bytes, ControlMessage::kGradientMeeting);
   SHARDSTEP_FAILURE_POINT("meeting: heard");
   std::vector<int64_t> summaries;
-  int64_t forgotten = 0;
-  for (const auto& tensor : received) {
-    std::memcpy(&messages.emplace_back(), tensor.const_data_ptr(), sizeof(Message));
-    check_message(messages.back(), static_cast<int>(messages.size()) - 1);
-    summaries.push_back(messages.back().params);
-    forgotten = std::max(forgotten, messages.back().forgotten_rounds);
+  for (const auto& tensor : heard.received) {
+    auto& message = heard.messages.emplace_back();
+    std::memcpy(&message, tensor.const_data_ptr(), sizeof(message));
+    check_message(message, static_cast<int>(heard.messages.size()) - 1);
+    summaries.push_back(message.params);
+    heard.forgotten_rounds = std::max(heard.forgotten_rounds, message.forgotten_rounds);
+    const auto* const theirs = tensor.const_data_ptr<uint8_t>() + sizeof(message);
+    heard.flags.emplace_back(theirs + posts_size, own_flags.size());
   }
   agreement_.check(control_, params_, summaries);
-  std::vector<uint8_t> used(own_flags.size());
-  std::vector<const uint8_t*> flags;  // by rank
-  std::vector<Posts> posts_by_rank;
-  bool same_forgotten = true;
-  for (size_t rank = 0; rank < received.size(); ++rank) {
-    const auto* theirs = received[rank].const_data_ptr<uint8_t>() + sizeof(Message);
-    auto& own_of_rank = posts_by_rank.emplace_back(posts.size());
+  compare_posts(heard, own_posts);
+  return heard;
+}
+
+// A rank's posts by bucket stand between its message and its flags.
+void ShardedGradients::compare_posts(Heard& heard, const Posts& own) const {
+  heard.posts = own;
+  std::vector<Posts> by_rank;
+  for (size_t rank = 0; rank < heard.received.size(); ++rank) {
+    const auto* theirs = heard.received[rank].const_data_ptr<uint8_t>() + sizeof(Message);
+    const detail::PeerInput peer(group_, static_cast<int>(rank));
+    auto& posts = by_rank.emplace_back(own.size());
     for (size_t b = 0; b < posts.size(); ++b) {
-      auto& made = own_of_rank[b];
-      std::memcpy(&made, theirs + b * sizeof(made), sizeof(made));
-      const detail::PeerInput peer(group_, static_cast<int>(rank));
-      peer.check("the posts of a bucket", made.made, 0, own_posts[b].made + kMostRoundsAhead);
-      peer.check("the forgotten posts of a bucket", made.forgotten, 0, made.made);
-      posts[b].made = std::max(posts[b].made, made.made);
-      posts[b].forgotten = std::max(posts[b].forgotten, made.forgotten);
+      std::memcpy(&posts[b], theirs + b * sizeof(posts[b]), sizeof(posts[b]));
+      const auto& [made, forgotten] = posts[b];
+      peer.check("the posts of a bucket", made, 0, own[b].made + kMostRoundsAhead);
+      peer.check("the forgotten posts of a bucket", forgotten, 0, made);
+      heard.posts[b].made = std::max(heard.posts[b].made, made);
+      heard.posts[b].forgotten = std::max(heard.posts[b].forgotten, forgotten);
     }
-    flags.push_back(theirs + posts_size);
-    same_forgotten = same_forgotten && messages[rank].forgotten_rounds == forgotten;
   }
-  for (size_t rank = 0; rank < messages.size(); ++rank) {
-    messages[rank].met_forgotten = met_forgotten(posts_by_rank[rank], posts);
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    heard.messages[rank].met_forgotten = met_forgotten(by_rank[rank], heard.posts);
   }
+}
+
+// By parameter: the flags of all ranks. What a rank used may be forgotten by others, unless it has
+// forgotten all itself: then it is zero.
+std::vector<uint8_t> ShardedGradients::used(const Heard& heard) {
+  const auto& messages = heard.messages;
   const size_t leader = leader_of(messages);
+  std::vector<uint8_t> used(heard.flags[0].size());
   for (size_t rank = 0; rank < messages.size(); ++rank) {
-    // What it used may be forgotten by others, unless it has forgotten all itself: then it is zero.
     const auto& message = messages[rank];
-    if (message.forgotten_rounds < std::min(forgotten, message.rounds)) continue;
-    GradientReducer::merge_flags(used, flags[rank],
-                                 follows_leader(messages, rank) ? flags[leader] : nullptr);
+    if (message.forgotten_rounds < std::min(heard.forgotten_rounds, message.rounds)) continue;
+    const bool follows = follows_leader(messages, rank);
+    GradientReducer::merge_flags(used, heard.flags[rank].data(),
+                                 follows ? heard.flags[leader].data() : nullptr);
   }
-  line_up(messages, posts, flags);
+  return used;
+}
+
+void ShardedGradients::check_not_changed(const std::vector<uint8_t>& used) const {
   const int64_t changed = GradientReducer::first_changed(used);
   TORCH_CHECK(changed < 0, "shardstep: expected gradients of passes without synchronization to be ",
               "left alone while those of the last step are kept beside them, got a change to that "
@@ -291,20 +310,36 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
               agreement_.label(changed),
               "; call zero_grad() after step(), or change gradients after a synchronized pass",
               detail::who(group_));
-  check_same_changes(messages);
+}
+
+void ShardedGradients::check_fit(const std::vector<uint8_t>& used) const {
+  const int64_t unfit = GradientReducer::first_unfit(used);
+  TORCH_CHECK_VALUE(unfit < 0, "shardstep: expected the gradient of parameter ",
+                    agreement_.label(unfit),
+                    " to have the dtype, device and size of the parameter that the optimizer was "
+                    "given, got a different one in a backward pass; create a new optimizer after "
+                    "changing the model",
+                    detail::who(group_));
+}
+
+// Every rank brings what it wants to know; a rank in before_step() wants nothing.
+std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& question) {
+  reducer_.end_round();
+  auto heard = hear(question);
+  auto used = this->used(heard);
+  line_up(heard);
+  check_not_changed(used);
+  check_same_changes(heard.messages);
+  const bool same_forgotten = std::all_of(
+      heard.messages.begin(), heard.messages.end(),
+      [&](const Message& message) { return message.forgotten_rounds == heard.forgotten_rounds; });
   if (!reducer_.settled() || !same_forgotten) {
-    const int64_t unfit = GradientReducer::first_unfit(used);
-    TORCH_CHECK_VALUE(unfit < 0, "shardstep: expected the gradient of parameter ",
-                      agreement_.label(unfit),
-                      " to have the dtype, device and size of the parameter that the optimizer was "
-                      "given, got a different one in a backward pass; create a new optimizer after "
-                      "changing the model",
-                      detail::who(group_));
+    check_fit(used);
     reducer_.settle(std::move(used));
     forget_changes();
   }
   met_ = true;
-  return messages;
+  return std::move(heard.messages);
 }
 
 }  // namespace shardstep

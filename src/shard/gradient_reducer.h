@@ -63,12 +63,9 @@ class SHARDSTEP_API GradientReducer {
   // How many of them are forgotten for all parameters: what came before the last zero_grad().
   int64_t forgotten_rounds() const;
   bool all_forgotten() const { return forgotten_rounds() == rounds_; }
-  // The same since settle(), with nothing in any `.grad`; others may have added something.
-  bool has_forgotten_all() const;
   // By bucket: how often this rank has posted it, and how many of these are forgotten. Frozen
   // buckets and those that are yet to be added take no part in a round.
-  using Posts = BucketPosts;
-  std::vector<Posts> posts() const;
+  std::vector<BucketPosts> posts() const;
   // Which rounds since settle() are forgotten for some parameters only: a digest, 0 if there are
   // none. That of a rank which will catch up includes what it forgets by doing so.
   uint64_t forgotten_parts() const { return all_forgotten() ? 0 : forgotten_parts_; }
@@ -81,9 +78,9 @@ class SHARDSTEP_API GradientReducer {
   void end_round();
   // Forgets the first rounds and posts, and posts zeros for those of them that this rank did not
   // make. REQUIRES: !has_contributed() if these are more than forgotten_rounds(). Collective.
-  void forget_up_to(int64_t forgotten_rounds, const std::vector<Posts>& posts);
+  void forget_up_to(int64_t forgotten_rounds, const std::vector<BucketPosts>& posts);
   // Posts zeros until there were as many rounds and posts of each bucket. Collective.
-  void catch_up(int64_t rounds, const std::vector<Posts>& posts);
+  void catch_up(int64_t rounds, const std::vector<BucketPosts>& posts);
 
   // By parameter: flags that describe this rank's gradients of it.
   std::vector<uint8_t> flags() const;
@@ -129,8 +126,8 @@ class SHARDSTEP_API GradientReducer {
   // REQUIRES: settled(), and sums that have not changed since.
   std::optional<double> squares() const;
 
-  // Sets stand-ins for all gradients of a rank that has made no round, or none that it has not
-  // forgotten, so that code that looks for gradients finds them.
+  // If this rank has made no round, or none that it has not forgotten, sets stand-ins for all
+  // gradients, so that code that looks for gradients finds those of other ranks.
   void show_stand_ins();
   // Copies the sums whose memory the other ranks need for their next round.
   void keep_sums();
@@ -145,6 +142,13 @@ class SHARDSTEP_API GradientReducer {
   void reset();
 
  private:
+  // Flags that describe a parameter's gradients.
+  static constexpr uint8_t kUsed = 1;
+  static constexpr uint8_t kUnfit = 2;      // one did not fit the parameter that was added
+  static constexpr uint8_t kForgotten = 4;  // what was summed before the rounds since settle()
+  static constexpr uint8_t kDropped = 8;    // there is none, as far as `.grad` says
+  static constexpr uint8_t kChanged = 16;   // WatchedParam::changed_beside_sum
+
   static void check_alone(const WatchedParam& param);
   void watch(WatchedParam& param);
   void unwatch(WatchedParam& param);
@@ -161,6 +165,7 @@ class SHARDSTEP_API GradientReducer {
   void take_sum(WatchedBucket& bucket);
   bool is_under_way(const WatchedBucket& bucket) const;
   void zero(WatchedParam& param);
+  bool has_nothing() const;
   void forget_unwanted();
   void forget_rounds();
   void post_until(WatchedBucket& bucket, int64_t posts);

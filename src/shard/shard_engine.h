@@ -147,7 +147,9 @@ class SHARDSTEP_API ShardEngine {
     return reducer_ && reducer_->made_round() ? reducer_->replaced() : -1;
   }
   // Stage 2: lets code that looks for gradients in `.grad` find them on a rank without a batch.
-  void show_gradients();
+  void show_gradients() {
+    if (reducer_) reducer_->show_stand_ins();
+  }
   // The parameters' own gradients, as far as there are any. REQUIRES: a group of one.
   std::vector<at::Tensor> whole_gradients();
 

@@ -123,12 +123,6 @@ std::vector<at::Tensor> ShardEngine::whole_gradients() {
   return gradients;
 }
 
-void ShardEngine::show_gradients() {
-  if (!reducer_) return;
-  const bool has_nothing = !reducer_->made_round() || reducer_->has_forgotten_all();
-  if (has_nothing && !reducer_->has_sums()) reducer_->show_stand_ins();
-}
-
 void ShardEngine::append_parts(int64_t param, const at::Tensor& tensor, Parts& parts) const {
   const auto flat = flat_view(tensor);
   for (const auto& slice : partition_.slices(param)) {

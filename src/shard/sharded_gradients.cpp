@@ -193,19 +193,21 @@ void ShardedGradients::changed(int64_t param, const std::string& how) {
   known_.clear();
 }
 
+// What came of the first rounds since settle().
+void ShardedGradients::zero_rounds(int64_t param, double rounds) {
+  const int64_t forgotten = reducer_.forgotten_rounds() - reducer_.settled_rounds();
+  const bool nothing_left = forgotten > 0 && rounds <= static_cast<double>(forgotten);
+  if (nothing_left) return;
+  rounds < static_cast<double>(unsettled_rounds()) ? reducer_.zero_sum(param)
+                                                   : reducer_.zero(param);
+}
+
 // On this rank alone.
 void ShardedGradients::make(const GradientChange& change) {
   const auto& [kind, param, first, second] = change;
   auto own = kind == GradientChange::kZero ? at::Tensor() : reducer_.own(param);
   if (kind == GradientChange::kZero) {
-    const int64_t forgotten = reducer_.forgotten_rounds() - reducer_.settled_rounds();
-    if (forgotten > 0 && first <= static_cast<double>(forgotten)) {
-      // There is nothing left of these rounds.
-    } else if (first < static_cast<double>(unsettled_rounds())) {
-      reducer_.zero_sum(param);
-    } else {
-      reducer_.zero(param);
-    }
+    zero_rounds(param, first);
   } else if (own.defined() && kind == GradientChange::kScale) {
     own.mul_(first);
   } else if (own.defined()) {

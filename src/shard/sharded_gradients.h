@@ -9,6 +9,7 @@
 
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -95,6 +96,16 @@ class SHARDSTEP_API ShardedGradients {
     int64_t replaced = -1;
   };
 
+  using Posts = std::vector<BucketPosts>;  // by bucket
+  // What the ranks have brought to a meeting.
+  struct Heard {
+    std::vector<at::Tensor> received;             // by rank
+    std::vector<Message> messages;                // the first part of each
+    std::vector<std::span<const uint8_t>> flags;  // the last part of each
+    Posts posts;                                  // of each bucket, the most of any rank
+    int64_t forgotten_rounds = 0;                 // the most of any rank
+  };
+
   // Whether no rank can have another gradient than when the ranks last met.
   bool is_current() const { return reducer_.settled() && met_; }
   int64_t unsettled_rounds() const { return reducer_.rounds() - reducer_.settled_rounds(); }
@@ -103,22 +114,27 @@ class SHARDSTEP_API ShardedGradients {
   void ask(const Question& question);
   std::vector<Message> meet(const Question& question);
   void answer(const std::vector<Message>& messages);
-  using Posts = std::vector<GradientReducer::Posts>;  // by bucket
   Message message(const Question& question);
+  Heard hear(const Question& question);
+  void compare_posts(Heard& heard, const Posts& own) const;
   static bool met_forgotten(const Posts& theirs, const Posts& all);
-  void line_up(std::vector<Message>& messages, const Posts& posts,
-               const std::vector<const uint8_t*>& flags);
+  static std::vector<uint8_t> used(const Heard& heard);
+  static bool are_at_odds(const Heard& heard, int64_t rounds);
+  void line_up(Heard& heard);
   [[noreturn]] void refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
                                   const Posts& posts);
   void check_message(const Message& message, int from) const;
-  void follow_changes(std::vector<Message>& messages, size_t leader);
+  void follow_changes(Heard& heard, size_t leader);
   static bool can_repeat(const std::vector<GradientChange>& log, int64_t rounds, int64_t forgotten);
   std::vector<GradientChange> log_of(const std::vector<Message>& messages, size_t rank);
   void check_same_changes(const std::vector<Message>& messages) const;
+  void check_not_changed(const std::vector<uint8_t>& used) const;
+  void check_fit(const std::vector<uint8_t>& used) const;
   void check_not_replaced(const std::vector<Message>& messages) const;
   std::vector<double> own_values(const Question& question);
   std::vector<bool> present() const;  // by parameter: whether it has a gradient now
   at::Tensor gather_whole(int64_t param);
+  void zero_rounds(int64_t param, double rounds);
   void make(const GradientChange& change);
   void forget_changes();
   bool scale_known(int64_t param, double factor);

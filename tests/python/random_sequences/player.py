@@ -124,9 +124,7 @@ class Player:
         """Both sides' zero_grad."""
         self.beside.zero_grad(how.set_to_none)
         self._zero_grad(how)
-        looked = self.looked and how.by == "module"  # a rank without gradients notices nothing
-        self._has_forgotten()
-        self.looked = looked
+        self._has_forgotten(by=how.by)
 
     def _zero_grad(self, how: programs.ZeroGrad) -> None:
         if how.by == "optimizer":
@@ -139,8 +137,9 @@ class Player:
                 parameter.grad.zero_()
         return None
 
-    def _has_forgotten(self) -> None:
-        self.left_over = self.looked = False
+    def _has_forgotten(self, by: str = "optimizer") -> None:
+        self.left_over = False
+        self.looked = self.looked and by == "module"  # a rank without gradients notices nothing
         if len(set(self.passes)) > 1:
             self.forgot_uneven_passes = True
         elif not self.forgot_uneven_passes:
