@@ -4,7 +4,8 @@
 // In each iteration, call scale, backward, unscale_ (only to clip), step and update. A step whose
 // gradients are not finite is skipped, on every rank or on none, and the scale shrinks; after
 // `growth_interval` steps in a row that were not skipped, it grows.
-// Collective in stage 2: unscale_ and step.
+// Collective: unscale_ and step, in stage 2 and with reduce_to_owners_hook. An optimizer with
+// overlap_with_ddp is refused: it updates before gradients are unscaled.
 // Thread safety: one thread at a time.
 
 #include <ATen/core/Tensor.h>

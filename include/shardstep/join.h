@@ -2,7 +2,8 @@
 
 // Uneven inputs: ranks that run out of inputs shadow the collective calls of the others until all
 // have joined. Every Joinable announces its collectives; a joined rank runs the hook of the one
-// that was announced, so neither the order of the list nor that of the calls matters.
+// that was announced, so neither the order of the list nor that of the calls matters; but each
+// forward pass of a DistributedDataParallel has its backward pass before the next forward pass.
 // Collective: Join::finish, and notify_join_context inside a Join. Destruction does not
 // communicate. Thread safety: one thread at a time.
 
@@ -54,6 +55,10 @@ class SHARDSTEP_API Joinable {
   // The device of the messages that Join sends.
   virtual at::Device join_device() const = 0;
   virtual ProcessGroupPtr join_process_group() const = 0;
+
+ protected:
+  // Whether this rank has inputs left in a Join.
+  bool is_in_join() const { return join_place_.has_value(); }
 
  private:
   friend class Join;

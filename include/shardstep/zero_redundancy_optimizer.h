@@ -182,7 +182,8 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // Stage 2: clips every element of the gradients. Collective.
   void clip_grad_value_(double clip_value);
   // For GradScaler: multiplies all gradients by a factor, and returns whether they were finite, the
-  // same on every rank. Collective in stage 2.
+  // same on every rank. REQUIRES: no overlap_with_ddp. Collective in stage 2, and with
+  // reduce_to_owners_hook.
   bool scale_gradients_(double factor);
 
   // For zero_hooks.h: starts averaging gradients over the ranks, see ShardEngine::reduce_to_owners.
@@ -234,7 +235,8 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  // A rank without inputs does its share of the others' steps, with the gradients that are present.
+  // A rank without inputs does its share of the others' steps, in stage 1 with gradients of the
+  // lowest rank that has inputs.
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
   at::Device join_device() const override;
   ProcessGroupPtr join_process_group() const override { return process_group(); }
@@ -280,7 +282,9 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // By parameter, see ShardEngine::load_masters.
   using Masters = std::map<int64_t, at::Tensor>;
 
-  void add_groups(std::vector<torch::optim::OptimizerParamGroup> groups);
+  // `error` is what has kept this rank from adding them.
+  void add_groups(std::vector<torch::optim::OptimizerParamGroup> groups,
+                  std::exception_ptr error = nullptr);
   Member& member_of(size_t group) { return members_[places_[group].member]; }
   const LocalOptimizer& local_of(size_t group) const {
     return members_[places_[group].member].local;
@@ -326,7 +330,9 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   int64_t sent_before_ = 0, received_before_ = 0, shared_before_ = 0;  // bytes, at reset_stats()
   std::optional<StateDict> consolidated_;
   bool announced_ = false;
-  bool may_have_state_ = false;  // on any rank, besides the state that optimizers start with
+  bool has_joined_ = false;             // a Join whose other ranks have inputs left
+  bool only_owners_have_sums_ = false;  // reduce_to_owners() was called
+  bool may_have_state_ = false;         // on any rank, besides the state that optimizers start with
   std::unordered_map<const void*, int64_t> index_of_;  // by the parameter's TensorImpl
   std::vector<std::unique_ptr<Pending>> arriving_;     // what update() sent
   std::exception_ptr update_error_;                    // what the first update() to fail threw

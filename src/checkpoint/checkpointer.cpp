@@ -1,8 +1,10 @@
 #include "checkpoint/checkpointer.h"
 
 #include <ATen/record_function.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <thread>
 
 #include "checkpoint/checkpoint_files.h"
@@ -68,7 +70,7 @@ void check_keep_last(const std::string& pattern, const SaveOptions& options) {
 
 }  // namespace
 
-Checkpointer::Checkpointer(const ShardEngine& engine) : engine_(engine) {}
+Checkpointer::Checkpointer(const ShardEngine& engine) : engine_(engine), process_(::getpid()) {}
 
 Checkpointer::~Checkpointer() {
   try {
@@ -105,8 +107,9 @@ void Checkpointer::save(const std::string& pattern, CheckpointContent content,
   }
   detail::agree(group, lines, error ? detail::with_rank(error, detail::who(group)) : nullptr);
   SHARDSTEP_FAILURE_POINT("save: agreed");
-  task.directory = directory;
-  if (detail::is_series(pattern)) task.series = pattern;
+  // The program may change its working directory while the thread writes.
+  task.directory = std::filesystem::absolute(directory).string();
+  if (detail::is_series(pattern)) task.series = std::filesystem::absolute(pattern).string();
   task.head.id = gather_ids(group, detail::new_id())[0];
   task.rank = engine_.rank();
   task.options = options;
@@ -154,6 +157,11 @@ void Checkpointer::wait() {
 
 std::optional<std::string> Checkpointer::finish() {
   if (!job_) return std::nullopt;
+  if (::getpid() != process_) {
+    // The thread that writes is not in this child of fork(): it stays the parent's affair.
+    [[maybe_unused]] const auto* kept = new std::shared_ptr(std::move(job_));
+    return std::nullopt;
+  }
   job_->finish();
   if (waited_) return std::nullopt;
   waited_ = true;
@@ -185,6 +193,10 @@ LoadedCheckpoint Checkpointer::load(const std::string& directory, const Checkpoi
       if (prepare) prepare(loaded);
       bytes_read_ = checkpoint->bytes_read();
       lines.push_back("checkpoint " + checkpoint->index().id);
+      for (const auto& [name, tensor, is_buffer] : target.module) {
+        lines.push_back(c10::str("module.", name, ": ", tensor.scalar_type(), " ", tensor.sizes()));
+      }
+      lines.insert(lines.end(), target.module_values.begin(), target.module_values.end());
     } catch (...) {
       error = std::current_exception();
     }

@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/types.h>
+
 #include "shard/shard_engine.h"
 #include "shardstep/checkpoint.h"
 #include "shardstep/export.h"
@@ -114,6 +116,7 @@ class SHARDSTEP_API Checkpointer {
 
  private:
   const ShardEngine& engine_;
+  pid_t process_;                         // that made this
   mutable std::mutex mutex_;              // guards the pointer
   std::shared_ptr<detail::SaveJob> job_;  // the last save
   bool waited_ = true;                    // for it

@@ -1,5 +1,7 @@
 #include "shard/shard_engine.h"
 
+#include <c10/core/InferenceMode.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -87,6 +89,7 @@ std::vector<std::string> ShardEngine::describe_groups(
 
 void ShardEngine::add_groups(const std::vector<EngineGroup>& groups,
                              const std::exception_ptr& error, const std::function<void()>& use) {
+  const c10::InferenceMode off(false);  // what is made here is changed outside it
   auto failure = error;
   std::vector<std::string> lines;
   try {

@@ -26,6 +26,7 @@ ShardedGradients::ShardedGradients(Exchange& control, Exchange& exchange, Gradie
       params_(params) {}
 
 void ShardedGradients::answer(const std::vector<Message>& messages) {
+  const auto& own_question = messages[group_->getRank()].question;
   std::vector<Question> asked;  // each once, in order of rank
   for (const auto& message : messages) {
     if (std::find(asked.begin(), asked.end(), message.question) == asked.end()) {
@@ -39,7 +40,8 @@ void ShardedGradients::answer(const std::vector<Message>& messages) {
   if (known) return;
   for (const auto& question : asked) {
     if (question.kind == Kind::kWhole) {
-      whole_ = {question.which, gather_whole(question.which)};
+      auto whole = gather_whole(question.which);
+      if (question == own_question) whole_ = std::move(whole);
     } else if (question.kind == Kind::kStatistic || question.kind == Kind::kSquares) {
       const auto own = own_values(question);
       if (question.kind == Kind::kSquares) squares_of_ = present();
@@ -172,7 +174,7 @@ std::vector<bool> ShardedGradients::finite() {
 
 at::Tensor ShardedGradients::whole(int64_t param) {
   ask({.kind = Kind::kWhole, .which = param});
-  return std::exchange(whole_, std::nullopt)->second;
+  return std::exchange(whole_, {});
 }
 
 at::Tensor ShardedGradients::own(int64_t param) {

@@ -147,7 +147,7 @@ class SHARDSTEP_API ShardedGradients {
   const std::vector<at::Tensor>& params_;
   std::map<Question, std::vector<double>> known_;  // answers for the current gradients
   std::vector<bool> squares_of_;  // what was present when the norm of all was asked for
-  std::optional<std::pair<int64_t, at::Tensor>> whole_;
+  at::Tensor whole_;              // gradient, that this rank has asked for
   GradientChanges changes_;
   bool met_ = false;  // since the last step: others may have had a batch then
   bool joined_ = false;

@@ -305,12 +305,25 @@ at::Tensor cut_tensor(const ShardEngine& engine, const Slice& slice, const std::
   return ordered.to(ordered.options().device(param.device()), false, /*copy=*/true);
 }
 
+// Throws on every rank unless all of them gather on the same one.
+void check_target(const ShardEngine& engine, int to) {
+  const auto targets = detail::all_gather_number(engine.control_group(), to);
+  for (size_t rank = 0; rank < targets.size(); ++rank) {
+    TORCH_CHECK_VALUE(0 <= targets[rank] && targets[rank] < engine.world_size(),
+                      "shardstep: expected a rank from 0 to ", engine.world_size() - 1,
+                      " to gather the state on, got ", targets[rank], " on rank ", rank,
+                      detail::who(engine.process_group()));
+    TORCH_CHECK_VALUE(targets[rank] == targets[0],
+                      "shardstep: expected one rank to gather the state on, got ", targets[0],
+                      " on rank 0 and ", targets[rank], " on rank ", rank,
+                      detail::who(engine.process_group()));
+  }
+}
+
 }  // namespace
 
 EngineState gather_state(const ShardEngine& engine, const EngineState& local, int to) {
-  TORCH_CHECK_VALUE(0 <= to && to < engine.world_size(), "shardstep: expected a rank from 0 to ",
-                    engine.world_size() - 1, " to gather the state on, got ", to,
-                    detail::who(engine.process_group()));
+  check_target(engine, to);
   at::NoGradGuard no_grad;
   const auto own_slices = engine.partition().owned(engine.rank());
   const auto own = catalogue_of(own_slices, local, engine.partition());

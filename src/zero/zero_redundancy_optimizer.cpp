@@ -3,13 +3,16 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/optim/lbfgs.h>
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <typeinfo>
 #include <unordered_set>
 
 #include "checkpoint/checkpointer.h"
+#include "comm/agreement.h"
 #include "launch/who.h"
 #include "shard/gradient_clipping.h"
+#include "shard/gradient_lending.h"
 #include "shard/shard_engine.h"
 #include "zero/param_names.h"
 
@@ -61,9 +64,22 @@ std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerO
   return text.str();
 }
 
-std::unique_ptr<ShardEngine> make_engine(const ZeroOptions& options) {
+// Where the options are wrong, an engine with none, through which the other ranks hear of `error`.
+std::unique_ptr<ShardEngine> make_engine(const ZeroOptions& options, std::exception_ptr& error) {
   const auto group = options.process_group() ? options.process_group() : default_process_group();
-  return std::make_unique<ShardEngine>(group, engine_options(options, group));
+  try {
+    return std::make_unique<ShardEngine>(group, engine_options(options, group));
+  } catch (...) {
+    error = std::current_exception();
+    return std::make_unique<ShardEngine>(group, EngineOptions());
+  }
+}
+
+const LocalOptimizer& complete(const LocalOptimizer& local) {
+  TORCH_CHECK_VALUE(local.make && local.defaults,
+                    "shardstep: expected a LocalOptimizer with `make` and `defaults`, got one "
+                    "without; local_optimizer_for() makes those of torch's optimizers");
+  return local;
 }
 
 template <class... Types>
@@ -100,33 +116,40 @@ std::string describe_module(const torch::nn::Module* module) {
 
 class StepHook : public JoinHook {
  public:
-  StepHook(ZeroRedundancyOptimizer& optimizer, ShardEngine& engine)
-      : optimizer_(optimizer), engine_(engine) {}
+  StepHook(ZeroRedundancyOptimizer& optimizer, ShardEngine& engine, bool& has_joined)
+      : optimizer_(optimizer), engine_(engine), has_joined_(has_joined) {}
   void main_hook() override {
-    engine_.set_joined(true);
-    const auto after = c10::make_scope_exit([this] { engine_.set_joined(false); });
+    set_joined(true);
+    const auto after = c10::make_scope_exit([this] { set_joined(false); });
     optimizer_.step();
   }
 
  private:
+  void set_joined(bool joined) {
+    has_joined_ = joined;
+    engine_.set_joined(joined);
+  }
+
   ZeroRedundancyOptimizer& optimizer_;
   ShardEngine& engine_;
+  bool& has_joined_;
 };
 
 }  // namespace
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup> param_groups,
                                                  LocalOptimizer local, const ZeroOptions& options)
-    : Optimizer(std::vector<OptimizerParamGroup>{}, local.defaults->clone()),
-      engine_(make_engine(options)),
-      checkpointer_(std::make_unique<Checkpointer>(*engine_)),
+    : Optimizer(std::vector<OptimizerParamGroup>{}, complete(local).defaults->clone()),
       module_(options.module()),
       broadcast_buffers_(options.broadcast_buffers()) {
+  std::exception_ptr error;
+  engine_ = make_engine(options, error);
+  checkpointer_ = std::make_unique<Checkpointer>(*engine_);
   local.elementwise = local.elementwise || options.elementwise();
   if (options.cost()) local.cost = options.cost();
   members_.push_back({std::move(local), nullptr});
   engine_->set_announce([this] { announce(); });
-  add_groups(std::move(param_groups));
+  add_groups(std::move(param_groups), error);
   if (!module_) return;
   auto others = module_->buffers();
   for (const auto& param : module_->parameters()) {
@@ -156,9 +179,10 @@ void ZeroRedundancyOptimizer::add_param_group(const OptimizerParamGroup& param_g
   add_groups({param_group});
 }
 
-void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups) {
-  std::exception_ptr error;
+void ZeroRedundancyOptimizer::add_groups(std::vector<OptimizerParamGroup> groups,
+                                         std::exception_ptr error) {
   try {
+    if (error) std::rethrow_exception(error);
     const auto& local = members_.front().local;
     TORCH_CHECK_VALUE(
         local.elementwise || engine_->options().sharding == Sharding::kParameter,
@@ -387,6 +411,9 @@ at::Tensor ZeroRedundancyOptimizer::update_own(const LossClosure& closure) {
 }
 
 void ZeroRedundancyOptimizer::take_gradients(bool first_in_step) {
+  // What DDP leaves on a rank that has joined was neither unscaled nor clipped.
+  const bool lends = first_in_step && !only_owners_have_sums_ && (is_in_join() || has_joined_);
+  if (lends) lend_gradients(*engine_, !has_joined_);
   engine_->before_step();
   // Here every rank is, or none: later one might have failed.
   if (first_in_step && module_ && broadcast_buffers_) broadcast(module_->buffers());
@@ -448,6 +475,17 @@ void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) {
 }
 
 bool ZeroRedundancyOptimizer::scale_gradients_(double factor) {
+  const auto where = detail::who(process_group());
+  TORCH_CHECK_VALUE(!overlap_with_ddp(),
+                    "shardstep: expected a GradScaler with an optimizer that updates in step(), ",
+                    "got one with overlap_with_ddp, which updates inside the backward pass, before "
+                    "gradients are unscaled",
+                    where);
+  TORCH_CHECK_VALUE(!only_owners_have_sums_ || !is_in_join(),
+                    "shardstep: expected a GradScaler without reduce_to_owners_hook inside a Join, "
+                    "got both, and ranks that have joined could not say whether gradients are "
+                    "finite",
+                    where);
   adopt_new_groups(nullptr);
   at::NoGradGuard no_grad;
   bool finite = true;
@@ -466,7 +504,9 @@ bool ZeroRedundancyOptimizer::scale_gradients_(double factor) {
     finite = finite && values.isfinite().all().item<bool>();
     gradient.mul_(factor);
   }
-  return finite;
+  if (!only_owners_have_sums_) return finite;
+  const auto all = detail::all_gather_number(engine_->control_group(), finite ? 1 : 0);
+  return std::all_of(all.begin(), all.end(), [](double one) { return one == 1; });
 }
 
 // The gradients of parameters that belong to this optimizer.
@@ -482,6 +522,7 @@ std::vector<ParamGradient> ZeroRedundancyOptimizer::by_index(
 
 std::unique_ptr<Pending> ZeroRedundancyOptimizer::reduce_to_owners(
     const ParamsAndGradients& gradients, int tag) {
+  only_owners_have_sums_ = true;
   return engine_->reduce_to_owners(by_index(gradients), tag);
 }
 
@@ -521,7 +562,7 @@ void ZeroRedundancyOptimizer::wait() {
 
 std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&) {
   announced_ = false;
-  return std::make_unique<StepHook>(*this, *engine_);
+  return std::make_unique<StepHook>(*this, *engine_, has_joined_);
 }
 
 at::Device ZeroRedundancyOptimizer::join_device() const { return engine_->param(0).device(); }

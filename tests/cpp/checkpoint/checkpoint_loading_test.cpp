@@ -118,6 +118,22 @@ TEST(CheckpointLoading, NamesDoNotDependOnWrappers) {
   }
 }
 
+TEST(CheckpointLoading, AModuleOnOneRankOnlyIsAnErrorOnAllAndChangesNothing) {
+  const Folder folder;
+  write(folder / "c", {.with_module = true});
+  run_ranks(2, [&](const ProcessGroupPtr& group) {
+    NamedWeight module(torch::zeros({4}));
+    ZeroRedundancyOptimizer zero(module->parameters(), AdamWOptions(0.5),
+                                 ZeroOptions().process_group(group));
+    CheckpointOptions options;
+    if (group->getRank() == 0) options.module(module.ptr());
+    const auto message =
+        error_of<c10::ValueError>([&] { zero.load_checkpoint(folder / "c", options); });
+    EXPECT_NE(message.find("module.w"), std::string::npos) << message;
+    EXPECT_EQ(module->w.abs().max().item<float>(), 0);
+  });
+}
+
 TEST(CheckpointLoading, ChecksumsAreThoseOfZip) {
   EXPECT_EQ(detail::crc32("123456789", 9), 0xcbf43926u);
   EXPECT_EQ(detail::crc32("", 0), 0u);

@@ -2,7 +2,10 @@
 // writer at a time, and undisturbed readers.
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <filesystem>
 #include <future>
 #include <thread>
 
@@ -40,6 +43,51 @@ class Gate {
 CheckpointOptions failing() {
   return CheckpointOptions().asynchronous(true).progress(
       [](CheckpointProgress) { TORCH_CHECK(false, "no space left"); });
+}
+
+TEST(CheckpointSaving, AChildOfForkLeavesTheBackgroundToItsParent) {
+  const Folder folder;
+  run_ranks(1, [&](const ProcessGroupPtr& group) {
+    auto params = make_params();
+    auto zero =
+        std::make_unique<ZeroRedundancyOptimizer>(params, AdamWOptions(0.01), by_element(group));
+    train(params, *zero, 0, 1);
+    Gate gate;
+    zero->save_checkpoint(folder / "c", gate.options());
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(20);
+      zero.reset();
+      ::_exit(0);
+    }
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+    gate.open();
+    zero->wait_checkpoint();
+    EXPECT_NO_THROW(Checkpoint(folder / "c").verify());
+  });
+}
+
+TEST(CheckpointSaving, TheBackgroundWritesWhereTheCallMeant) {
+  const Folder folder;
+  const auto before = std::filesystem::current_path();
+  run_ranks(1, [&](const ProcessGroupPtr& group) {
+    auto params = make_params();
+    ZeroRedundancyOptimizer zero(params, AdamWOptions(0.01), by_element(group));
+    train(params, zero, 0, 1);
+    std::filesystem::create_directories(folder / "a");
+    std::filesystem::create_directories(folder / "b/c");
+    std::filesystem::current_path(folder / "a");
+    Gate gate;
+    zero.save_checkpoint("c", gate.options());
+    std::filesystem::current_path(folder / "b");
+    gate.open();
+    zero.wait_checkpoint();
+    EXPECT_NO_THROW(Checkpoint(folder / "a/c").verify());
+    EXPECT_TRUE(std::filesystem::is_empty(folder / "b/c"));
+  });
+  std::filesystem::current_path(before);
 }
 
 TEST(CheckpointSaving, TheBackgroundHasTheExtraOfTheCall) {

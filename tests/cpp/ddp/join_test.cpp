@@ -17,6 +17,8 @@ std::vector<std::vector<int>> uneven_inputs(int world) {
   return {{4, 1, 0, 6}};
 }
 
+constexpr double kMaxNorm = 0.01;  // far less than the gradients of Net have
+
 // Any number of collective calls of a kind of its own.
 class Counter : public Joinable {
  public:
@@ -420,6 +422,39 @@ TEST(JoinTest, ZeroWithAJoinableOfAUser) {
           join.finish();
           expect_parity(net->parameters(), expected, world);
         });
+      }
+    }
+  }
+}
+
+// A joined rank has what DDP left there, which nobody has unscaled or clipped.
+TEST(JoinTest, JoinedRanksUpdateWithGradientsThatWereUnscaledOrClipped) {
+  for (int world : {2, 3}) {
+    for (const auto& inputs : uneven_inputs(world)) {
+      for (bool scaled : {false, true}) {
+        const auto make = [&](std::vector<at::Tensor> params) {
+          return std::make_unique<torch::optim::SGD>(std::move(params), 0.125);
+        };
+        const auto expected = reference(inputs, make, false, scaled ? 0 : kMaxNorm);
+        for (const auto sharding : {Sharding::kParameter, Sharding::kElement}) {
+          run_ranks(world, [&](const ProcessGroupPtr& group) {
+            DistributedDataParallel ddp(Net(), Options().process_group(group));
+            ZeroRedundancyOptimizer optimizer(
+                ddp.parameters(), torch::optim::SGDOptions(0.125),
+                ZeroOptions().process_group(group).sharding(sharding));
+            GradScaler scaler(GradScalerOptions().init_scale(1024).enabled(scaled));
+            Join join({ddp, optimizer});
+            for (int step = 0; step < inputs[group->getRank()]; ++step) {
+              optimizer.zero_grad();
+              scaler.scale(loss_of(ddp(input_of(group->getRank(), step)))).backward();
+              if (!scaled) torch::nn::utils::clip_grad_norm_(ddp.parameters(), kMaxNorm);
+              scaler.step(optimizer);
+              scaler.update();
+            }
+            join.finish();
+            expect_parity(ddp.parameters(), expected, world);
+          });
+        }
       }
     }
   }

@@ -56,7 +56,7 @@ inline std::unique_ptr<torch::optim::Optimizer> make_adam(std::vector<at::Tensor
 // gradients of ranks whose inputs have run out are zero. `divide_by_active` averages over the rest.
 inline std::vector<at::Tensor> reference(const std::vector<int>& inputs,
                                          const MakeOptimizer& make = make_adam,
-                                         bool divide_by_active = false) {
+                                         bool divide_by_active = false, double max_norm = 0) {
   Net net;
   auto params = net->parameters();
   auto optimizer = make(params);
@@ -75,6 +75,7 @@ inline std::vector<at::Tensor> reference(const std::vector<int>& inputs,
       }
     }
     for (size_t i = 0; i < params.size(); ++i) params[i].mutable_grad() = sums[i];
+    if (max_norm > 0) torch::nn::utils::clip_grad_norm_(params, max_norm);
     optimizer->step();
   }
   return clones(params);

@@ -65,6 +65,16 @@ TEST(GradScaler, SkipsOnEveryRankAndChangesNoBits) {
   }
 }
 
+TEST(GradScaler, IsRefusedWhereTheUpdateIsInsideTheBackwardPass) {
+  test::run_ranks(1, [&](const ProcessGroupPtr& group) {
+    ZeroRedundancyOptimizer zero(test::make_params(), torch::optim::SGDOptions(0.125),
+                                 ZeroOptions().process_group(group).overlap_with_ddp(true));
+    GradScaler scaler;
+    const auto message = test::error_of<c10::ValueError>([&] { scaler.step(zero); });
+    EXPECT_NE(message.find("got one with overlap_with_ddp"), std::string::npos) << message;
+  });
+}
+
 // Float16 parameters with masters: from 2^15 on, gradients of the last rank alone have no room in
 // float16. Steps are skipped on every rank until the scale fits; then the scale changes no bits.
 TEST(GradScaler, FindsTheScaleOfFloat16Gradients) {

@@ -624,6 +624,26 @@ TEST_P(Stage2ExchangeTest, SumsLiveUntilZeroGrad) {
   });
 }
 
+TEST_P(Stage2ExchangeTest, RanksMayAskForDifferentWholeGradients) {
+  test::run_ranks(2, [&](const ProcessGroupPtr& group) {
+    for (auto sharding : {Sharding::kParameter, Sharding::kElement}) {
+      const auto params = test::make_params(7), plain_params = test::make_params(7);
+      ZeroRedundancyOptimizer zero(
+          params, torch::optim::SGDOptions(1e-1),
+          options_of({.exchange = GetParam(), .sharding = sharding}, group));
+      loss_of(params, group->getRank(), 0).backward();
+      std::vector<at::Tensor> sums(params.size());
+      add_average(plain_params, 2, {0}, sums);
+      for (size_t i = 0; i < params.size(); ++i) {
+        const size_t asked = group->getRank() == 0 ? i : params.size() - 1 - i;
+        const auto whole = zero.full_gradient(params[asked]);
+        ASSERT_EQ(whole.defined(), sums[asked].defined()) << asked;
+        if (whole.defined()) EXPECT_TRUE(at::equal(whole, sums[asked])) << asked;
+      }
+    }
+  });
+}
+
 TEST_P(Stage2ExchangeTest, GenericCodeFailsLoudly) {
   test::run_ranks(2, [&](const ProcessGroupPtr& group) {
     const auto params = test::make_params(7);

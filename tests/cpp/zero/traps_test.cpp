@@ -716,6 +716,70 @@ TEST(Construction, AnOptimizerThatCannotBeMadeOnOneRankIsAnErrorOnAll) {
   });
 }
 
+TEST(Construction, OptionsThatAreWrongOnOneRankAreAnErrorOnAll) {
+  const std::vector<std::function<void(ZeroOptions&)>> mistakes{
+      [](ZeroOptions& options) { options.stage(3); },
+      [](ZeroOptions& options) { options.bucket_cap_mb(-1); },
+      [](ZeroOptions& options) { options.master_dtype(at::kDouble); },
+      [](ZeroOptions& options) { options.stage(2).gradient_dtype(at::kInt); },
+      [](ZeroOptions& options) { options.stage(2).overlap_with_ddp(true); },
+  };
+  run_ranks(
+      2,
+      [&](const ProcessGroupPtr& group) {
+        const torch::optim::SGDOptions sgd(1e-2);
+        for (size_t i = 0; i < mistakes.size(); ++i) {
+          auto options = ZeroOptions().process_group(group);
+          if (group->getRank() == 1) mistakes[i](options);
+          EXPECT_NE(error_of<c10::ValueError>(
+                        [&] { ZeroRedundancyOptimizer zero(make_params(), sgd, options); }),
+                    "")
+              << i;
+        }
+        const auto params = make_params();
+        ZeroRedundancyOptimizer zero(Tensors(params), sgd, ZeroOptions().process_group(group));
+        iterate(zero, params);
+      },
+      std::chrono::seconds(60), std::chrono::seconds(20));
+}
+
+TEST(Construction, ALocalOptimizerWithoutFunctionsIsRefused) {
+  run_ranks(1, [](const ProcessGroupPtr& group) {
+    EXPECT_THROW(ZeroRedundancyOptimizer(make_params(), LocalOptimizer{},
+                                         ZeroOptions().process_group(group)),
+                 c10::ValueError);
+  });
+}
+
+TEST(Construction, InInferenceModeTrainsAsOutsideIt) {
+  for (int stage : {1, 2}) {
+    for (auto sharding : {Sharding::kParameter, Sharding::kElement}) {
+      for (bool view : {false, true}) {
+        run_ranks(2, [&](const ProcessGroupPtr& group) {
+          const auto options = ZeroOptions()
+                                   .process_group(group)
+                                   .stage(stage)
+                                   .sharding(sharding)
+                                   .parameters_as_bucket_view(view);
+          const torch::optim::AdamOptions adam(1e-2);
+          const auto params = make_params(), expected = make_params();
+          std::unique_ptr<ZeroRedundancyOptimizer> zero;
+          {
+            const c10::InferenceMode on;
+            zero = std::make_unique<ZeroRedundancyOptimizer>(Tensors(params), adam, options);
+          }
+          ZeroRedundancyOptimizer other(Tensors(expected), adam, options);
+          for (int step = 0; step < 3; ++step) {
+            iterate(*zero, params);
+            iterate(other, expected);
+          }
+          test::expect_equal(params, expected, c10::str(stage, " ", view));
+        });
+      }
+    }
+  }
+}
+
 TEST(AddParamGroup, AParameterListedTwiceIsAWarning) {
   run_ranks(1, [&](const ProcessGroupPtr& group) {
     const auto params = make_params();

@@ -541,6 +541,31 @@ TEST_P(ReduceToOwners, AveragesWhatThisRankOwnsAndSendsNoMore) {
   }
 }
 
+TEST_P(ReduceToOwners, AScalerSkipsOnEveryRankOrOnNone) {
+  run_ranks(3, [&](const ProcessGroupPtr& group) {
+    const Setting setting{.sharding = GetParam(), .reduce = Reduce::kToOwners};
+    Net net(1);
+    DistributedDataParallel<Net> ddp(net, ddp_options(group, setting));
+    ZeroRedundancyOptimizer zero(net->parameters(), torch::optim::SGDOptions(0.125),
+                                 zero_options(group, setting).overlap_with_ddp(false));
+    ddp.register_comm_hook(reduce_to_owners_hook(ddp, zero));
+    GradScaler scaler(GradScalerOptions().init_scale(1024));
+    for (int step = 0; step < 4; ++step) {
+      const bool overflows = step == 1;
+      ddp.zero_grad();
+      auto loss = scaler.scale(ddp(input(group->getRank(), step)).square().mean());
+      // Of one rank and one layer: the owners of others have finite sums.
+      if (overflows && group->getRank() == 2) {
+        loss = loss + net->parameters().front().sum() * std::numeric_limits<double>::infinity();
+      }
+      loss.backward();
+      EXPECT_EQ(scaler.step(zero), !overflows) << step;
+      scaler.update();
+    }
+    EXPECT_EQ(scaler.get_scale(), 512);
+  });
+}
+
 TEST_P(ReduceToOwners, SufficesForStep) {
   for (bool view : {false, true}) {
     run_ranks(2, [&](const ProcessGroupPtr& group) {

@@ -184,6 +184,26 @@ TEST(ZeroState, TakesAPlainOptimizersDictAndLeavesItAlone) {
   EXPECT_TRUE(dict.state.at(0)["exp_avg"].toTensor().is_same(first));
 }
 
+TEST(ZeroState, RanksThatConsolidateToDifferentRanksAreAnErrorOnAll) {
+  run_ranks(
+      3,
+      [](const ProcessGroupPtr& group) {
+        auto params = make_params();
+        ZeroRedundancyOptimizer zero(params, local_optimizer(AdamWOptions(0.01)),
+                                     options(group, Sharding::kElement));
+        train(params, zero, 0, 1);
+        const int rank = group->getRank();
+        const auto differ =
+            error_of<c10::ValueError>([&] { zero.consolidate_state_dict(rank == 2 ? 2 : 0); });
+        EXPECT_NE(differ.find("got 0 on rank 0 and 2 on rank 2"), std::string::npos) << differ;
+        const auto outside =
+            error_of<c10::ValueError>([&] { zero.consolidate_state_dict(rank == 1 ? 9 : 0); });
+        EXPECT_NE(outside.find("got 9 on rank 1"), std::string::npos) << outside;
+        EXPECT_EQ(zero.consolidate_state_dict(0).has_value(), rank == 0);
+      },
+      std::chrono::seconds(60), std::chrono::seconds(20));
+}
+
 TEST(ZeroState, WhatDoesNotFitIsNamedAndChangesNothing) {
   const auto local = local_optimizer(AdamWOptions(0.01));
   run_ranks(2, [&](const ProcessGroupPtr& group) {
