@@ -3,6 +3,7 @@
 import contextlib
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -48,12 +49,17 @@ def _seconds(timeout: timedelta | float | None) -> float | None:
 
 
 def _count(keep_last: int | None) -> int | None:
+    if keep_last is None:
+        return None
     try:
-        return None if keep_last is None else operator.index(keep_last)
+        count = operator.index(keep_last)
     except TypeError:
         raise TypeError(
             f"shardstep: expected keep_last to be an int or None, got {keep_last!r}"
         ) from None
+    if abs(count) > sys.maxsize:
+        raise ValueError(f"shardstep: expected keep_last of at most {sys.maxsize}, got {count}")
+    return count
 
 
 class CheckpointMethods(ShardedOptimizer):
@@ -88,11 +94,12 @@ class CheckpointMethods(ShardedOptimizer):
                 of DistributedDataParallel and torch.compile, become those of the optimizer's
                 parameters. If None, the names are those of the optimizer's own `module`.
             extra: your own small values, saved from rank 0: numbers, strings, bools, None, small
-                tensors, and lists, tuples and dicts of these.
+                tensors, and lists, tuples and dicts of these. NumPy's scalars become Python's.
             rng: whether to save each rank's torch random generators. "all" also saves Python's and
                 NumPy's.
             schedulers: learning rate schedulers, or anything else with a state_dict() of such
-                small values, saved from rank 0.
+                small values, saved from rank 0. Dicts in it may have any of these as keys, and may
+                be Counters and OrderedDicts.
             keep_last: with a directory such as "runs/{step}", how many checkpoints to keep, the new
                 one included. Older ones are removed, except while they are read. None keeps all.
             asynchronous: return as soon as this rank's shard is copied; a background thread writes

@@ -8,6 +8,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from shardstep._checkpoint_values import (
+    with_marked_mappings,
+    without_marked_mappings,
+    without_numpy,
+)
+
 ModuleTensors = list[tuple[str, torch.Tensor, bool]]
 
 
@@ -134,12 +140,16 @@ def listed_schedulers(schedulers: Sequence[Any] | None, method: str) -> list[Any
 
 
 def with_schedulers(extra: dict[str, Any] | None, schedulers: list[Any]) -> dict[str, Any] | None:
-    """`extra` with the state of schedulers."""
+    """What is saved as `extra`: the user's own part, and the state of schedulers."""
     if extra is not None and not isinstance(extra, dict):
         raise TypeError(f"shardstep: expected extra to be a dict, got {type(extra).__name__}")
-    if not schedulers:
-        return extra
-    return {**(extra or {}), _SCHEDULERS: [scheduler.state_dict() for scheduler in schedulers]}
+    if extra is None and not schedulers:
+        return None
+    whole = {**(extra or {})}
+    if schedulers:
+        states = [scheduler.state_dict() for scheduler in schedulers]
+        whole[_SCHEDULERS] = with_marked_mappings(states)
+    return without_numpy(whole, "extra")  # type: ignore[no-any-return]
 
 
 def without_schedulers(
@@ -153,4 +163,4 @@ def without_schedulers(
             f"shardstep: expected {len(schedulers)} schedulers in the checkpoint, got "
             f"{len(states)} in {directory}"
         )
-    return rest, states[: len(schedulers)]
+    return rest, [without_marked_mappings(state) for state in states[: len(schedulers)]]

@@ -3,6 +3,7 @@ needs to go on: generators and schedulers."""
 
 import os
 import random
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
 import numpy
@@ -291,6 +292,68 @@ def generators_and_schedulers(folder: Path) -> None:
 
 def test_generators_and_schedulers_go_on(tmp_path):
     run_ranks(2, generators_and_schedulers, tmp_path)
+
+
+class Holder:
+    """Has whatever state."""
+
+    def __init__(self, state=None) -> None:
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state) -> None:
+        self.state = state
+
+
+def mappings_of_schedulers(folder: Path) -> None:
+    schedules = torch.optim.lr_scheduler
+    parameter = nn.Parameter(torch.ones(10))
+    odd = {
+        "counter": Counter([3, 3, 5]),
+        "ordered": OrderedDict(b=1, a={2.5: None, (1, 2): [Counter(a=1)]}),
+        "looks like ours": {"shardstep.mapping": "Counter", "items": []},
+        "number": numpy.float64(0.5),
+    }
+
+    def make():
+        zero = ZeroRedundancyOptimizer([parameter], torch.optim.SGD, lr=1.0)
+        milestones = [1, 3, 3]
+        several = schedules.MultiStepLR(zero, milestones)
+        inner = schedules.MultiStepLR(zero, milestones)
+        sequential = schedules.SequentialLR(zero, [schedules.LinearLR(zero), inner], [2])
+        chained = schedules.ChainedScheduler([schedules.MultiStepLR(zero, milestones)], zero)
+        return zero, [several, sequential, chained, Holder()]
+
+    def rates(zero, schedulers, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            zero.step()
+            for scheduler in schedulers[:-1]:
+                scheduler.step()
+            found.append(zero.param_groups[0]["lr"])
+        return found
+
+    zero, schedulers = make()
+    rates(zero, schedulers, 2)
+    schedulers[-1].state = odd
+    zero.save_checkpoint(folder, schedulers=schedulers)
+    expected = rates(zero, schedulers, 5)
+    zero, schedulers = make()
+    zero.load_checkpoint(folder, schedulers=schedulers)
+    assert type(schedulers[0].milestones) is Counter
+    assert_same(schedulers[-1].state, {**odd, "number": 0.5})
+    assert list(schedulers[-1].state["ordered"]) == ["b", "a"]
+    assert rates(zero, schedulers, 5) == expected
+    schedulers[-1].state = {"of": defaultdict(int, a=1)}
+    pattern = r"cannot save extra.shardstep.schedulers\[3\].of: .* got .*defaultdict"
+    with pytest.raises(TypeError, match=pattern):
+        zero.save_checkpoint(folder, schedulers=schedulers)
+
+
+def test_schedulers_with_counters_and_numbers_as_keys_go_on(tmp_path):
+    run_ranks(1, mappings_of_schedulers, tmp_path)
 
 
 def raises_on_rank_1(call, error) -> None:
