@@ -32,8 +32,13 @@ from shardstep._several_optimizers import SeveralOptimizers, keep, members_of
 from shardstep._sharded_optimizer import ShardedOptimizer
 
 
-def finish(checkpointer: Checkpointer) -> None:
-    """Waits for a background save, and warns if it failed and no call has reported that."""
+def finish(checkpointer: Checkpointer, process: int) -> None:
+    """Waits for a background save, and warns if it failed and no call has reported that.
+
+    `process` made the checkpointer. A fork of it does not have the thread that saves.
+    """
+    if os.getpid() != process:
+        return
     failure = checkpointer.finish()
     if failure is not None:
         warnings.warn(failure, RuntimeWarning, stacklevel=2)

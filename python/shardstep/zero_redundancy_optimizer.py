@@ -5,6 +5,7 @@ moves parameters and state. The other abilities of the class are in a module eac
 """
 
 import inspect
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -225,7 +226,8 @@ class ZeroRedundancyOptimizer(
         this = weakref.ref(self)
         self.engine.set_announce(lambda: announce(this))
         self._checkpointer = Checkpointer(self.engine)
-        weakref.finalize(self, finish, self._checkpointer)  # also when the interpreter ends
+        # Also when the interpreter ends.
+        weakref.finalize(self, finish, self._checkpointer, os.getpid())
         self.defaults = dict(self.optim.defaults)
         self._pull_options()
         self.initialized = True
