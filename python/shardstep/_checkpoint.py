@@ -1,8 +1,11 @@
 """Checkpoints: directories to which each rank writes what it owns."""
 
+import contextlib
+import operator
 import os
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.optim import Optimizer
 from shardstep._C import Checkpointer
 from shardstep._checkpoint_content import (
     ModuleTensors,
+    listed_schedulers,
     module_tensors,
     modules_with_extra_state,
     parameter_names,
@@ -28,8 +32,13 @@ from shardstep._several_optimizers import SeveralOptimizers, keep, members_of
 from shardstep._sharded_optimizer import ShardedOptimizer
 
 
-def finish(checkpointer: Checkpointer) -> None:
-    """Waits for a background save, and warns if it failed and no call has reported that."""
+def finish(checkpointer: Checkpointer, process: int) -> None:
+    """Waits for a background save, and warns if it failed and no call has reported that.
+
+    `process` made the checkpointer. A fork of it does not have the thread that saves.
+    """
+    if os.getpid() != process:
+        return
     failure = checkpointer.finish()
     if failure is not None:
         warnings.warn(failure, RuntimeWarning, stacklevel=2)
@@ -42,6 +51,20 @@ def _seconds(timeout: timedelta | float | None) -> float | None:
     if not 0 < seconds < 1e9:
         raise ValueError(f"shardstep: expected a timeout of some seconds, got {timeout}")
     return seconds
+
+
+def _count(keep_last: int | None) -> int | None:
+    if keep_last is None:
+        return None
+    try:
+        count = operator.index(keep_last)
+    except TypeError:
+        raise TypeError(
+            f"shardstep: expected keep_last to be an int or None, got {keep_last!r}"
+        ) from None
+    if abs(count) > sys.maxsize:
+        raise ValueError(f"shardstep: expected keep_last of at most {sys.maxsize}, got {count}")
+    return count
 
 
 class CheckpointMethods(ShardedOptimizer):
@@ -76,11 +99,12 @@ class CheckpointMethods(ShardedOptimizer):
                 of DistributedDataParallel and torch.compile, become those of the optimizer's
                 parameters. If None, the names are those of the optimizer's own `module`.
             extra: your own small values, saved from rank 0: numbers, strings, bools, None, small
-                tensors, and lists, tuples and dicts of these.
+                tensors, and lists, tuples and dicts of these. NumPy's scalars become Python's.
             rng: whether to save each rank's torch random generators. "all" also saves Python's and
                 NumPy's.
             schedulers: learning rate schedulers, or anything else with a state_dict() of such
-                small values, saved from rank 0.
+                small values, saved from rank 0. Dicts in it may have any of these as keys, and may
+                be Counters and OrderedDicts.
             keep_last: with a directory such as "runs/{step}", how many checkpoints to keep, the new
                 one included. Older ones are removed, except while they are read. None keeps all.
             asynchronous: return as soon as this rank's shard is copied; a background thread writes
@@ -95,6 +119,8 @@ class CheckpointMethods(ShardedOptimizer):
                 minutes after all ranks have reported that their files are written, since network
                 file systems may show them late.
         """
+        # The binding's own errors do not reach the other ranks, so it gets what was checked before.
+        path = ""
         content: dict[str, Any] = {
             "state": {},
             "param_groups": [],
@@ -102,21 +128,17 @@ class CheckpointMethods(ShardedOptimizer):
             "module": [],
             "module_values": {},
             "rng": {},
-            "extra": extra,
+            "extra": None,
+            "progress": None,
             "timeout": None,
-            "keep_last": keep_last,
+            "keep_last": None,
         }
 
         def save(error: str | None) -> None:
-            self._checkpointer.save(
-                os.fspath(directory),
-                **content,
-                background=asynchronous,
-                progress=saving_progress(progress, directory, self.rank, asynchronous),
-                error=error,
-            )
+            self._checkpointer.save(path, **content, background=bool(asynchronous), error=error)
 
         with telling_every_rank(save, self._where()):
+            path = os.fspath(directory)
             self._let_parameters_arrive()
             self._push_options()
             own, extra_state = self._local_state()
@@ -133,8 +155,10 @@ class CheckpointMethods(ShardedOptimizer):
                 for name, part in modules_with_extra_state(module).items()
             }
             content["timeout"] = _seconds(timeout)
-            content["extra"] = with_schedulers(extra, schedulers)
+            content["keep_last"] = _count(keep_last)
+            content["extra"] = with_schedulers(extra, listed_schedulers(schedulers, "state_dict"))
             content["rng"] = rng_states(rng)
+            content["progress"] = saving_progress(progress, path, self.rank, asynchronous)
 
     def wait_checkpoint(self) -> None:
         """Returns when the last save is complete, or raises its error. Collective."""
@@ -155,7 +179,9 @@ class CheckpointMethods(ShardedOptimizer):
         """Loads a checkpoint of any world size and sharding. Returns its `extra`. Collective.
 
         Each rank reads what it needs, and verifies it. If something does not fit or is damaged,
-        every rank raises a ValueError that names it, and nothing changes.
+        every rank raises a ValueError that names it, and nothing changes. If a scheduler or the
+        extra state of a module raises on one rank, every rank raises; the optimizer's state and the
+        module's tensors are loaded by then.
 
         Args:
             module: loads its parameters, buffers and extra state too.
@@ -163,7 +189,8 @@ class CheckpointMethods(ShardedOptimizer):
                 when the checkpoint was saved keep theirs.
             schedulers: the schedulers to load, in the order in which they were saved.
         """
-        tensors: list[tuple[str, torch.Tensor, bool]] = []
+        path = ""
+        tensors: ModuleTensors = []
         extra_states: dict[str, torch.nn.Module] = {}
         names: list[str] = []
         loaded: dict[str, Any] = {}
@@ -171,7 +198,7 @@ class CheckpointMethods(ShardedOptimizer):
         def load(error: str | None) -> None:
             nonlocal loaded
             loaded = self._checkpointer.load(
-                os.fspath(directory),
+                path,
                 param_groups=self._groups_by_index(),
                 defaults=self._defaults_by_group(),
                 names=names,
@@ -182,38 +209,24 @@ class CheckpointMethods(ShardedOptimizer):
             )
 
         with telling_every_rank(load, self._where()):
+            path = os.fspath(directory)
+            schedulers = listed_schedulers(schedulers, "load_state_dict")
             self._let_parameters_arrive()
             tensors = module_tensors(module)
             extra_states = modules_with_extra_state(module)
             names = self._names(module)
-        loaded["extra"], scheduler_states = without_schedulers(
-            loaded["extra"], schedulers, f"{os.fspath(directory)} {self._where()}"
-        )
-        state, masters = without_masters(loaded["state"])
-        self._take_all_or_nothing(loaded["param_groups"], state)
-        self.engine.load_masters(self._with_module_as_masters(masters, tensors, loaded["module"]))
-        self._may_have_state = True
-        self._sync_param_groups(loaded["param_groups"], self.param_groups)
-        self._pull_options()
-        with torch.no_grad():
-            for (_, tensor, _), value in zip(tensors, loaded["module"], strict=True):
-                tensor.copy_(value)
-        if loaded["has_masters"]:
-            self.engine.widen_own_params(masters)
-        for name, part in extra_states.items():
-            if name in loaded["module_values"]:
-                part.set_extra_state(loaded["module_values"][name])
-            else:
-                warnings.warn(
-                    f"shardstep: the checkpoint in {os.fspath(directory)} has no {name}: the "
-                    f"module keeps its own {self._where()}",
-                    stacklevel=2,
-                )
-        if rng:
-            set_rng_states(loaded["rng"])
-        for scheduler, state in zip(schedulers, scheduler_states, strict=True):
-            scheduler.load_state_dict(state)
-        return loaded["extra"] or {}
+        with self._all_or_nothing():
+            extra, scheduler_states = without_schedulers(loaded["extra"], schedulers, path)
+            state, masters = without_masters(loaded["state"])
+            self._take_share(loaded["param_groups"], state)
+        with telling_every_rank(self._checkpointer.share, self._where()):
+            self._show_loaded(loaded, masters, tensors)
+            self._set_extra_states(extra_states, loaded["module_values"], path)
+            if rng:
+                set_rng_states(loaded["rng"])
+            for scheduler, scheduler_state in zip(schedulers, scheduler_states, strict=True):
+                scheduler.load_state_dict(scheduler_state)
+        return extra
 
     def checkpoint_bytes_read(self) -> int:
         """Returns how many bytes of the shards the last load_checkpoint read on this rank."""
@@ -247,25 +260,56 @@ class CheckpointMethods(ShardedOptimizer):
         cut = self.engine.cut_state(whole)
         return {**masters, **{i: from_engine(values)[MASTER_KEY] for i, values in cut.items()}}
 
-    def _take_all_or_nothing(
-        self, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]]
-    ) -> None:
-        """Every rank loads its share, or all of them keep what they had. Collective."""
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """If its block raises on one rank, every rank raises, and the local optimizers have what
+        they had before. Collective."""
         restore = keep(self.optim)
         try:
             with telling_every_rank(self._checkpointer.share, self._where()):
-                for index, values in state.items():
-                    if self._by_element(index) and (names := nested_names(values)):
-                        raise ValueError(
-                            f"shardstep: expected state of plain tensors for parameter {index} "
-                            f"when sharding by element, got {', '.join(names)}; shard by parameter"
-                        )
-                state = {index: nested(values) for index, values in state.items()}
-                self._take(groups, state)
-                self._keep_dtypes(state)
+                yield
         except Exception:
             restore()
             raise
+
+    def _take_share(self, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]]) -> None:
+        """Hands the local optimizer its share of a checkpoint."""
+        for index, values in state.items():
+            if self._by_element(index) and (names := nested_names(values)):
+                raise ValueError(
+                    f"shardstep: expected state of plain tensors for parameter {index} "
+                    f"when sharding by element, got {', '.join(names)}; shard by parameter"
+                )
+        state = {index: nested(values) for index, values in state.items()}
+        self._take(groups, state)
+        self._keep_dtypes(state)
+
+    def _show_loaded(
+        self, loaded: dict[str, Any], masters: Masters, tensors: ModuleTensors
+    ) -> None:
+        """After the local optimizer: masters, the groups that the user sees, and the module."""
+        self.engine.load_masters(self._with_module_as_masters(masters, tensors, loaded["module"]))
+        self._may_have_state = True
+        self._sync_param_groups(loaded["param_groups"], self.param_groups)
+        self._pull_options()
+        with torch.no_grad():
+            for (_, tensor, _), value in zip(tensors, loaded["module"], strict=True):
+                tensor.copy_(value)
+        if loaded["has_masters"]:
+            self.engine.widen_own_params(masters)
+
+    def _set_extra_states(
+        self, parts: dict[str, torch.nn.Module], values: dict[str, Any], path: str
+    ) -> None:
+        for name, part in parts.items():
+            if name in values:
+                part.set_extra_state(values[name])
+            else:
+                warnings.warn(
+                    f"shardstep: the checkpoint in {path} has no {name}: the "
+                    f"module keeps its own {self._where()}",
+                    stacklevel=3,
+                )
 
     def _keep_dtypes(self, state: dict[int, dict[str, Any]]) -> None:
         """Reverts torch.optim's cast of all floating-point state to its parameter's dtype."""

@@ -1,12 +1,18 @@
 """The parts of a module, of param groups and of schedulers that go into a checkpoint, in the form
 that the engine takes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from shardstep._checkpoint_values import (
+    with_marked_mappings,
+    without_marked_mappings,
+    without_numpy,
+)
 
 ModuleTensors = list[tuple[str, torch.Tensor, bool]]
 
@@ -117,26 +123,44 @@ def parameter_names(
 _SCHEDULERS = "shardstep.schedulers"  # in `extra`
 
 
-def with_schedulers(
-    extra: dict[str, Any] | None, schedulers: Sequence[Any]
-) -> dict[str, Any] | None:
-    """`extra` with the state of schedulers."""
-    if not schedulers:
-        return extra
+def listed_schedulers(schedulers: Sequence[Any] | None, method: str) -> list[Any]:
+    """The schedulers. Raises TypeError unless each has the method."""
+    if schedulers is None:
+        return []
+    several = isinstance(schedulers, Iterable) and not isinstance(schedulers, (str, Mapping))
+    listed = list(schedulers) if several else [schedulers]
+    for scheduler in listed:
+        if not several or not callable(getattr(scheduler, method, None)):
+            got = f"one of {type(scheduler).__name__}" if several else type(schedulers).__name__
+            raise TypeError(
+                f"shardstep: expected schedulers to be a list of objects with {method}(), got "
+                f"{got}; pass schedulers=[scheduler]"
+            )
+    return listed
+
+
+def with_schedulers(extra: dict[str, Any] | None, schedulers: list[Any]) -> dict[str, Any] | None:
+    """What is saved as `extra`: the user's own part, and the state of schedulers."""
     if extra is not None and not isinstance(extra, dict):
         raise TypeError(f"shardstep: expected extra to be a dict, got {type(extra).__name__}")
-    return {**(extra or {}), _SCHEDULERS: [scheduler.state_dict() for scheduler in schedulers]}
+    if extra is None and not schedulers:
+        return None
+    whole = {**(extra or {})}
+    if schedulers:
+        states = [scheduler.state_dict() for scheduler in schedulers]
+        whole[_SCHEDULERS] = with_marked_mappings(states)
+    return without_numpy(whole, "extra")  # type: ignore[no-any-return]
 
 
 def without_schedulers(
-    extra: dict[str, Any] | None, schedulers: Sequence[Any], where: str
-) -> tuple[dict[str, Any] | None, list[Any]]:
+    extra: dict[str, Any] | None, schedulers: Sequence[Any], directory: str
+) -> tuple[dict[str, Any], list[Any]]:
     """The user's own part of `extra`, and the states for these schedulers."""
     rest = dict(extra or {})
     states = rest.pop(_SCHEDULERS, [])
     if schedulers and len(schedulers) != len(states):
         raise ValueError(
             f"shardstep: expected {len(schedulers)} schedulers in the checkpoint, got "
-            f"{len(states)} in {where}"
+            f"{len(states)} in {directory}"
         )
-    return (rest if extra is not None else None), states[: len(schedulers)]
+    return rest, [without_marked_mappings(state) for state in states[: len(schedulers)]]

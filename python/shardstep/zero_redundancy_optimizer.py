@@ -5,6 +5,7 @@ moves parameters and state. The other abilities of the class are in a module eac
 """
 
 import inspect
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -35,6 +36,11 @@ from shardstep._param_groups import parse_param_groups
 from shardstep._sharded_state_dict import ShardedStateDictMethods
 from shardstep._state_dict import StateDictMethods
 from shardstep._stats import StatsMethods
+from shardstep._step_hooks import (
+    has_post_hooks,
+    with_hooks_of_all_optimizers,
+    without_hooks_of_all_optimizers,
+)
 from shardstep._torch_names import TorchPrivateNames
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -113,8 +119,9 @@ class ZeroRedundancyOptimizer(
         overlap_forward: in stage 2, with `module`: step() returns while parameters are still being
             sent. Code that reads or writes one through the module waits for it: in forward and any
             other method, by attribute, parameters(), state_dict() and load_state_dict(). Parameters
-            that the module does not list are waited for before its forward. If you hold a
-            parameter elsewhere, call wait() before you read it.
+            that the module does not list are waited for before its forward. With post hooks of
+            step(), which may change parameters, step() waits for all. If you hold a parameter
+            elsewhere, call wait() before you read it.
         module: in stage 2, the module that the parameters belong to. Rank 0's buffers, and those of
             its parameters that the optimizer does not have, are copied to every rank. Errors and
             checkpoints call the parameters by the module's names. Without it, you must keep
@@ -225,7 +232,8 @@ class ZeroRedundancyOptimizer(
         this = weakref.ref(self)
         self.engine.set_announce(lambda: announce(this))
         self._checkpointer = Checkpointer(self.engine)
-        weakref.finalize(self, finish, self._checkpointer)  # also when the interpreter ends
+        # Also when the interpreter ends.
+        weakref.finalize(self, finish, self._checkpointer, os.getpid())
         self.defaults = dict(self.optim.defaults)
         self._pull_options()
         self.initialized = True
@@ -288,6 +296,8 @@ class ZeroRedundancyOptimizer(
         self.engine.after_step()
         if self._arrivals is not None:
             self._arrivals.expect_all(self.engine)
+            if has_post_hooks(self):
+                self.wait()  # they may read and change parameters
         return loss
 
     def _local_step(
@@ -314,7 +324,7 @@ class ZeroRedundancyOptimizer(
         elif closure is None:
             self._take_gradients(first=True)
         if closure is None:
-            with UpdateTimer(self.engine):
+            with UpdateTimer(self.engine), without_hooks_of_all_optimizers():
                 loss = self.optim.step(**kwargs)
         else:
             first = True
@@ -322,12 +332,14 @@ class ZeroRedundancyOptimizer(
             def with_gradients() -> float:
                 nonlocal first
                 self.engine.before_closure()
-                loss = closure()
+                with with_hooks_of_all_optimizers():
+                    loss = closure()
                 self._take_gradients(first)
                 first = False
                 return loss
 
-            loss = self.optim.step(closure=with_gradients, **kwargs)
+            with without_hooks_of_all_optimizers():
+                loss = self.optim.step(closure=with_gradients, **kwargs)
         self.engine.round_copies()
         self._pull_options()
         return loss  # type: ignore[no-any-return]

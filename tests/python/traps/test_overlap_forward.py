@@ -12,6 +12,7 @@ from ranks import run_ranks
 from shardstep import ZeroRedundancyOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
 WIDTH = 96
@@ -208,6 +209,38 @@ def is_still_travelling():
 @pytest.mark.cpu("it is about shared memory")
 def test_parameters_travel_after_the_step():
     run_ranks(2, is_still_travelling)
+
+
+def shrink(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data.mul_(0.9)
+
+
+def shrinks_after_each_step(exchange, register):
+    twins = Twins(exchange)
+    handles = [register(optimizer, shrink) for optimizer in (twins.zero, twins.optimizer)]
+    if register is for_all_optimizers:
+        handles.pop().remove()
+    for number in range(4):
+        twins.step(number)
+    for handle in handles:
+        handle.remove()
+    twins.check(lambda net: [p.detach() for p in parameters_of(net)])
+
+
+def for_one_optimizer(optimizer, hook):
+    return optimizer.register_step_post_hook(hook)
+
+
+def for_all_optimizers(_, hook):
+    return register_optimizer_step_post_hook(hook)
+
+
+@pytest.mark.parametrize("register", [for_one_optimizer, for_all_optimizers])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_post_hooks_of_the_step_may_change_parameters(exchange, register):
+    run_ranks(2, shrinks_after_each_step, exchange, register)
 
 
 def refuses():

@@ -99,6 +99,35 @@ def test_a_failure_is_said_at_the_end(tmp_path, end):
     assert ("File too large (rank 0 of 1)" in ran.stderr) == (end == "exit"), ran.stderr
 
 
+FORK = """
+import os, signal, sys, threading
+import torch, torch.distributed as dist
+from shardstep import ZeroRedundancyOptimizer
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+made = [torch.nn.Parameter(torch.ones(1000))]
+zero = ZeroRedundancyOptimizer(made, torch.optim.Adam, lr=0.1)
+opened = threading.Event()
+zero.save_checkpoint(sys.argv[1], asynchronous=True, progress=lambda *_: opened.wait())
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # ends a child that hangs
+    sys.exit(3)
+_, status = os.waitpid(child, 0)
+opened.set()
+zero.wait_checkpoint()
+assert os.waitstatus_to_exitcode(status) == 3, status
+dist.destroy_process_group()
+"""
+
+
+def test_a_fork_does_not_wait_for_the_save_of_its_parent(tmp_path):
+    command = [sys.executable, "-c", FORK, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    Checkpoint(str(tmp_path)).verify()
+
+
 @on_ranks(2)
 def test_one_writer_at_a_time():
     folder = shared_folder()

@@ -2,6 +2,7 @@
 
 import resource
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -164,6 +165,51 @@ def test_what_json_cannot_hold_is_named():
         r"expected sparse of parameter \d to be a dense tensor when sharding by element",
     )
     assert_same(whole(folder), expected)
+
+
+@on_ranks(2)
+def test_arguments_of_the_wrong_type_are_named():
+    folder = shared_folder()
+    _, zero = save_small(folder)
+
+    def refused(error, pattern, bad, good=None):
+        """Also on one rank only."""
+        for ranks in ({0, 1}, {0}, {1}):
+            arguments = bad if dist.get_rank() in ranks else good or {}
+            arguments = {"directory": folder, **arguments}
+            fails_everywhere(lambda mine=arguments: zero.save_checkpoint(**mine), error, pattern)
+
+    for extra in ([1], 5, "x"):
+        pattern = f"expected extra to be a dict, got {type(extra).__name__} "
+        refused(TypeError, pattern, {"extra": extra})
+    refused(
+        TypeError,
+        r"expected keep_last to be an int or None, got 1.5",
+        {"directory": folder / "{step}", "extra": {"step": 1}, "keep_last": 1.5},
+    )
+    wide = {"directory": folder / "{step}", "extra": {"step": 1}, "keep_last": 2**70}
+    refused(ValueError, "expected keep_last of at most", wide)
+    half = "a\ud800"
+    refused(ValueError, r"cannot save extra.a\[1\]: .* got 'a\\ud800'", {"extra": {"a": [0, half]}})
+    refused(ValueError, r"a key of extra.a: .* got 'a\\ud800'", {"extra": {"a": {half: 1}}})
+
+
+@on_ranks(2)
+def test_scalars_of_numpy_in_extra_become_numbers():
+    folder = shared_folder()
+    _, zero = save_small(folder)
+    extra = {
+        "step": numpy.int64(7),
+        "deep": [{"loss": numpy.float32(0.5)}, (numpy.bool_(True), numpy.float64(0.1))],
+    }
+    zero.save_checkpoint(folder / "{step}", extra=extra)
+    expected = {"step": 7, "deep": [{"loss": 0.5}, (True, 0.1)]}
+    assert_same(zero.load_checkpoint(folder / "7"), expected)
+    fails_everywhere(
+        lambda: zero.save_checkpoint(folder, extra={"a": numpy.ones(1)}),
+        TypeError,
+        "cannot save extra.a: .* got .*ndarray",
+    )
 
 
 @every_sharding

@@ -1,5 +1,6 @@
 """step(): what it passes to the local optimizer, and what it returns."""
 
+import contextlib
 import threading
 import time
 
@@ -21,6 +22,10 @@ from helpers import (
     set_gradients,
 )
 from implementation import ZeroRedundancyOptimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
@@ -335,6 +340,107 @@ def test_hooks_of_the_optimizer_run_around_the_step():
     twins.zero.register_step_post_hook(lambda optimizer, args, kwargs: calls.append("post"))
     twins.step(2)
     assert calls == ["pre", "post"] * 2
+
+
+def halve_gradients(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.mul_(0.5)
+
+
+@contextlib.contextmanager
+def hooks_of_all_optimizers(before, after):
+    handles = [
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@ours
+@every_sharding
+@on_ranks(2)
+def test_hooks_of_all_optimizers_run_once(options):
+    """For ours, not again for the local optimizer, whose own hooks run all the same."""
+    twins = Twins(torch.optim.SGD, options=options, momentum=0.9)
+    calls = []
+    twins.zero.optim.register_step_pre_hook(lambda *_: calls.append("local"))
+
+    def after(optimizer, args, kwargs):
+        calls.append("ours" if optimizer is twins.zero else "another")
+
+    with hooks_of_all_optimizers(halve_gradients, after):
+        twins.step(3)
+    assert calls == ["another", "local", "ours"] * 3
+    twins.step(1)
+    assert len(calls) == 10
+
+
+@ours
+@on_ranks(2)
+def test_hooks_of_all_optimizers_run_once_with_several_local_ones():
+    made = make_parameters((4, 4), 5)
+    groups = [{"params": made[:1], "optimizer_class": torch.optim.Muon}, {"params": made[1:]}]
+    zero = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.1)
+    set_gradients(made, 0)
+    calls = []
+    with hooks_of_all_optimizers(lambda *_: calls.append("pre"), lambda *_: calls.append("post")):
+        zero.step()
+    assert calls == ["pre", "post"]
+
+
+@ours
+@on_ranks(1)
+def test_hooks_of_all_optimizers_run_inside_a_closure():
+    """For an optimizer that the closure steps, and if it registers one itself."""
+    twins = Twins(torch.optim.SGD)
+    inner = torch.optim.SGD(make_parameters(3), lr=0.1)
+    calls, handles = [], []
+
+    def closure():
+        if not handles:
+            handles.append(register_optimizer_step_pre_hook(lambda *_: calls.append("late")))
+        inner.step()
+        return 1.0
+
+    def before(optimizer, args, kwargs):
+        calls.append("inner" if optimizer is inner else "ours")
+
+    with hooks_of_all_optimizers(before, lambda *_: None):
+        twins.zero.step(closure)
+        assert calls == ["ours", "inner", "late"]
+        twins.zero.step()
+        assert calls[3:] == ["ours", "late"]
+        handles[0].remove()
+        twins.zero.step()
+        assert calls[5:] == ["ours"]
+
+
+class StepsInAThread(torch.optim.SGD):
+    """Another optimizer steps in another thread meanwhile."""
+
+    def step(self, closure=None):
+        thread = threading.Thread(target=OTHER.step)
+        thread.start()
+        thread.join()
+        return super().step(closure)
+
+
+OTHER = torch.optim.SGD(make_parameters(3), lr=0.1)
+
+
+@ours
+@on_ranks(1)
+def test_hooks_of_all_optimizers_run_in_other_threads():
+    zero = ZeroRedundancyOptimizer(make_parameters(3), StepsInAThread, lr=0.1)
+    seen = []
+    with hooks_of_all_optimizers(lambda optimizer, *_: seen.append(optimizer), lambda *_: None):
+        zero.step()
+    assert len(seen) == 2 and seen[0] is zero and seen[1] is OTHER
 
 
 @every_sharding

@@ -3,16 +3,18 @@ needs to go on: generators and schedulers."""
 
 import os
 import random
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from helpers import assert_bitwise, ours
+from helpers import assert_bitwise, assert_same, everywhere, ours
 from implementation import ZeroRedundancyOptimizer
 from ranks import run_ranks
 from shardstep import Checkpoint
 from shardstep.checkpoint import main
+from test_checkpoint import fails_everywhere, save_small
 from torch import nn
 
 pytestmark = ours
@@ -290,3 +292,134 @@ def generators_and_schedulers(folder: Path) -> None:
 
 def test_generators_and_schedulers_go_on(tmp_path):
     run_ranks(2, generators_and_schedulers, tmp_path)
+
+
+class Holder:
+    """Has whatever state."""
+
+    def __init__(self, state=None) -> None:
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state) -> None:
+        self.state = state
+
+
+def mappings_of_schedulers(folder: Path) -> None:
+    schedules = torch.optim.lr_scheduler
+    parameter = nn.Parameter(torch.ones(10))
+    odd = {
+        "counter": Counter([3, 3, 5]),
+        "ordered": OrderedDict(b=1, a={2.5: None, (1, 2): [Counter(a=1)]}),
+        "looks like ours": {"shardstep.mapping": "Counter", "items": []},
+        "number": numpy.float64(0.5),
+    }
+
+    def make():
+        zero = ZeroRedundancyOptimizer([parameter], torch.optim.SGD, lr=1.0)
+        milestones = [1, 3, 3]
+        several = schedules.MultiStepLR(zero, milestones)
+        inner = schedules.MultiStepLR(zero, milestones)
+        sequential = schedules.SequentialLR(zero, [schedules.LinearLR(zero), inner], [2])
+        chained = schedules.ChainedScheduler([schedules.MultiStepLR(zero, milestones)], zero)
+        return zero, [several, sequential, chained, Holder()]
+
+    def rates(zero, schedulers, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            zero.step()
+            for scheduler in schedulers[:-1]:
+                scheduler.step()
+            found.append(zero.param_groups[0]["lr"])
+        return found
+
+    zero, schedulers = make()
+    rates(zero, schedulers, 2)
+    schedulers[-1].state = odd
+    zero.save_checkpoint(folder, schedulers=schedulers)
+    expected = rates(zero, schedulers, 5)
+    zero, schedulers = make()
+    zero.load_checkpoint(folder, schedulers=schedulers)
+    assert type(schedulers[0].milestones) is Counter
+    assert_same(schedulers[-1].state, {**odd, "number": 0.5})
+    assert list(schedulers[-1].state["ordered"]) == ["b", "a"]
+    assert rates(zero, schedulers, 5) == expected
+    schedulers[-1].state = {"of": defaultdict(int, a=1)}
+    pattern = r"cannot save extra.shardstep.schedulers\[3\].of: .* got .*defaultdict"
+    with pytest.raises(TypeError, match=pattern):
+        zero.save_checkpoint(folder, schedulers=schedulers)
+
+
+def test_schedulers_with_counters_and_numbers_as_keys_go_on(tmp_path):
+    run_ranks(1, mappings_of_schedulers, tmp_path)
+
+
+def raises_on_rank_1(call, error) -> None:
+    """The user's own error on rank 1, and on rank 0 that there was one."""
+    on_rank_0 = (RuntimeError, "shardstep: rank 1 failed with: 'not mine'")
+    error, text = (error, "not mine") if torch.distributed.get_rank() == 1 else on_rank_0
+    with pytest.raises(error, match=text):
+        call()
+
+
+class Stubborn:
+    """A scheduler whose state one rank cannot load."""
+
+    def state_dict(self):
+        return {"rank": 0}
+
+    def load_state_dict(self, state):
+        if torch.distributed.get_rank() == 1:
+            raise KeyError("not mine")
+
+
+def schedulers_of_one_rank(folder: Path) -> None:
+    rank = torch.distributed.get_rank()
+    _, zero = save_small(folder / "none")
+    scheduler = torch.optim.lr_scheduler.StepLR(zero, 2)
+    zero.save_checkpoint(folder / "one", schedulers=[scheduler])
+
+    def refused(error, pattern, mine, call=zero.load_checkpoint):
+        before = everywhere(zero)
+        mine = mine if rank == 1 else [scheduler]
+        fails_everywhere(lambda: call(folder / "one", schedulers=mine), error, pattern)
+        assert_same(everywhere(zero), before)
+
+    refused(ValueError, "expected 2 schedulers in the checkpoint, got 1", [scheduler, scheduler])
+    bare = r"expected schedulers to be a list of objects with {}\(\), got StepLR; pass schedulers="
+    refused(TypeError, bare.format("load_state_dict"), scheduler)
+    refused(TypeError, bare.format("state_dict"), scheduler, zero.save_checkpoint)
+    refused(TypeError, "got one of int; pass schedulers=", [3])
+    refused(TypeError, "got dict; pass schedulers=", {"a": scheduler}, zero.save_checkpoint)
+    mine = Stubborn() if rank == 1 else scheduler
+    raises_on_rank_1(lambda: zero.load_checkpoint(folder / "one", schedulers=[mine]), KeyError)
+    assert zero.load_checkpoint(folder / "one", schedulers=[scheduler]) == {}
+
+
+def test_schedulers_that_fail_on_one_rank_fail_on_all(tmp_path):
+    run_ranks(2, schedulers_of_one_rank, tmp_path, timeout=20)
+
+
+class Fragile(nn.Linear):
+    """A module whose extra state one rank cannot load."""
+
+    def get_extra_state(self):
+        return 3
+
+    def set_extra_state(self, state):
+        if torch.distributed.get_rank() == 1:
+            raise KeyError("not mine")
+
+
+def extra_state_of_one_rank(folder: Path) -> None:
+    model = Fragile(3, 3)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    zero.save_checkpoint(folder, module=model)
+    raises_on_rank_1(lambda: zero.load_checkpoint(folder, module=model), KeyError)
+    zero.load_checkpoint(folder)
+
+
+def test_extra_state_that_fails_on_one_rank_fails_on_all(tmp_path):
+    run_ranks(2, extra_state_of_one_rank, tmp_path, timeout=20)
