@@ -7,6 +7,7 @@ import torch
 
 from shardstep._C import OverlappedStep
 from shardstep._sharded_optimizer import ShardedOptimizer
+from shardstep._step_hooks import without_hooks_of_all_optimizers
 
 
 class OverlapWithDDP(ShardedOptimizer):
@@ -37,7 +38,8 @@ class OverlapWithDDP(ShardedOptimizer):
             self._push_options()
             self.engine.before_partial_step(gradients)
             self._may_have_state = True
-            self.optim.step()
+            with without_hooks_of_all_optimizers():
+                self.optim.step()
             self._pull_options()
         except Exception as error:
             if self.world_size == 1:

@@ -92,3 +92,21 @@ def test_dtensors_are_refused_at_construction_by_name(options):
     with pytest.raises(TypeError, match="parameter 0 of param group 1"):
         zero.add_param_group({"params": [sharded]})
     zero.step()
+
+
+@every_sharding
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_made_in_inference_mode_it_trains_as_outside(stage, flat, options):
+    settings = {"stage": stage, "parameters_as_bucket_view": flat, "lr": 0.1, **options}
+    inside, outside = make_parameters(9, (3, 5), 7), make_parameters(9, (3, 5), 7)
+    with torch.inference_mode():
+        zero = ZeroRedundancyOptimizer(inside, torch.optim.Adam, **settings)
+    other = ZeroRedundancyOptimizer(outside, torch.optim.Adam, **settings)
+    for _ in range(3):
+        for optimizer, parameters in ((zero, inside), (other, outside)):
+            optimizer.zero_grad()
+            sum((p * p).sum() for p in parameters).backward()
+            optimizer.step()
+        assert_bitwise(inside, outside)
