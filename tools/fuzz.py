@@ -27,7 +27,7 @@ READERS = {
     "index": ["format/json.cpp", "checkpoint/checkpoint_index.cpp", "checkpoint/checkpoint.cpp"],
     "shard": ["checkpoint/checkpoint_index.cpp", "checkpoint/checkpoint_files.cpp"],
     "pickle": ["format/pickle_reader.cpp", "format/state_dict.cpp"],
-    "state_dict": ["format/pickle_reader.cpp", "format/state_dict.cpp"],
+    "state_dict": ["format/zip_file.cpp", "format/pickle_reader.cpp", "format/state_dict.cpp"],
     "environment": ["launch/launch_environment.cpp"],
 }
 

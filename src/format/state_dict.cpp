@@ -14,6 +14,7 @@
 #include "format/pickle.h"
 #include "format/replacing_file.h"
 #include "format/state_dict_file.h"
+#include "format/zip_file.h"
 
 namespace shardstep {
 
@@ -184,12 +185,7 @@ StateDict read_dict(const PickleNode& root, Budget budget) {
 }
 
 // The record's bytes, straight from the file.
-c10::Storage read_record(PyTorchStreamReader& file, const std::string& name, size_t file_size,
-                         std::optional<size_t> expected = std::nullopt) {
-  auto size = file.getRecordSize(name);
-  // Torch's files are not compressed; without this check, a damaged size would be allocated first.
-  TORCH_CHECK_VALUE(size <= file_size && size == expected.value_or(size), "record ", name, " has ",
-                    size, " bytes, expected ", expected.value_or(file_size));
+c10::Storage read_record(PyTorchStreamReader& file, const std::string& name, size_t size) {
   auto* allocator = c10::GetCPUAllocator();
   c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<int64_t>(size),
                        allocator->allocate(size), allocator, /*resizable=*/true);
@@ -201,27 +197,30 @@ std::string_view text(const c10::Storage& storage) {
   return {static_cast<const char*>(storage.data()), storage.nbytes()};
 }
 
-std::unique_ptr<PyTorchStreamReader> open_zip(const std::string& path) {
-  try {
-    return std::make_unique<PyTorchStreamReader>(path);
-  } catch (const c10::Error&) {
-    TORCH_CHECK_VALUE(false, "not a zip file as torch.save writes it, or a damaged one");
-  }
-}
-
 // `load` returns the storage that a record of the file holds.
 StateDict read_file(
     PyTorchStreamReader& file, size_t file_size,
     const std::function<c10::Storage(const std::string& name, size_t nbytes)>& load) {
   TORCH_CHECK_VALUE(file.hasRecord("data.pkl"), "a zip file that torch.save did not write");
   TORCH_CHECK_VALUE(!file.hasRecord("constants.pkl"), "a TorchScript module");
+  const auto read = [&](const std::string& name) {
+    return read_record(file, name, file.getRecordSize(name));
+  };
   if (file.hasRecord("byteorder")) {
-    auto order = read_record(file, "byteorder", file_size);
+    const auto order = read("byteorder");
     TORCH_CHECK_VALUE(text(order) == kByteOrder, "numbers in ", text(order), "-endian byte order");
   }
-  auto pickle = read_record(file, "data.pkl", file_size);
-  auto root = detail::read_pickle(text(pickle), [&](const std::string& key, size_t nbytes) {
-    return load("data/" + key, nbytes);
+  const auto pickle = read("data.pkl");
+  // A record may be called by several names, as its name's case is ignored, and records may
+  // overlap.
+  auto left = file_size;
+  const auto root = detail::read_pickle(text(pickle), [&](const std::string& key, size_t nbytes) {
+    const auto name = "data/" + key;
+    const auto size = file.getRecordSize(name);
+    TORCH_CHECK_VALUE(size == nbytes, "record ", name, " has ", size, " bytes, expected ", nbytes);
+    TORCH_CHECK_VALUE(size <= left, "tensors of more bytes than the file has");
+    left -= size;
+    return load(name, nbytes);
   });
   return read_dict(*root, {pickle.nbytes()});
 }
@@ -278,9 +277,9 @@ void write_state_dict(const StateDict& dict, const std::string& path) {
 StateDict read_state_dict(const std::string& path) {
   const auto size = checked_size(path);
   return reading(path, [&] {
-    auto file = open_zip(path);
+    const auto file = detail::open_zip(path);
     return read_file(*file, size, [&](const std::string& name, size_t nbytes) {
-      return read_record(*file, name, size, nbytes);
+      return read_record(*file, name, nbytes);
     });
   });
 }
@@ -336,15 +335,12 @@ void write_state_dict(const StateDict& dict, const std::string& path,
 
 struct StateDictFile::Impl {
   std::string path;
-  size_t size = 0;
   std::unique_ptr<PyTorchStreamReader> file;
   StateDict dict;
   std::unordered_map<const c10::StorageImpl*, std::string> records;  // of meta storages
 
   c10::Storage load(const std::string& name, size_t nbytes) {
-    if (nbytes <= kSmallBytes) return read_record(*file, name, size, nbytes);
-    TORCH_CHECK_VALUE(file->getRecordSize(name) == nbytes, "record ", name, " has ",
-                      file->getRecordSize(name), " bytes, expected ", nbytes);
+    if (nbytes <= kSmallBytes) return read_record(*file, name, nbytes);
     c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<int64_t>(nbytes),
                          c10::GetAllocator(at::kMeta), /*resizable=*/true);
     records.insert_or_assign(storage.unsafeGetStorageImpl(), name);
@@ -354,10 +350,10 @@ struct StateDictFile::Impl {
 
 StateDictFile::StateDictFile(const std::string& path) : impl_(std::make_unique<Impl>()) {
   impl_->path = path;
-  impl_->size = checked_size(path);
+  const auto size = checked_size(path);
   reading(path, [&] {
     impl_->file = open_zip(path);
-    impl_->dict = read_file(*impl_->file, impl_->size, [&](const std::string& name, size_t nbytes) {
+    impl_->dict = read_file(*impl_->file, size, [&](const std::string& name, size_t nbytes) {
       return impl_->load(name, nbytes);
     });
     return 0;
@@ -371,8 +367,7 @@ const StateDict& StateDictFile::dict() const { return impl_->dict; }
 at::Tensor StateDictFile::read(const at::Tensor& tensor) {
   const auto& name = impl_->records.at(tensor.storage().unsafeGetStorageImpl());
   return reading(impl_->path, [&] {
-    auto storage = read_record(*impl_->file, name, impl_->size,
-                               static_cast<size_t>(tensor.storage().nbytes()));
+    auto storage = read_record(*impl_->file, name, tensor.storage().nbytes());
     return at::empty({0}, tensor.scalar_type())
         .set_(storage, tensor.storage_offset(), tensor.sizes(), tensor.strides());
   });

@@ -12,6 +12,7 @@
 #include <random>
 
 #include "shardstep/shardstep.h"
+#include "support/folder.h"
 #include "support/test_support.h"
 #include "support/torch.h"
 
@@ -20,23 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A folder that is removed at the end of the test.
-class Folder {
- public:
-  Folder() {
-    std::string pattern = (fs::temp_directory_path() / "shardstep-test-XXXXXX").string();
-    TORCH_CHECK(::mkdtemp(pattern.data()), "cannot make ", pattern);
-    path_ = pattern;
-  }
-  ~Folder() { fs::remove_all(path_); }
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-  size_t files() const {
-    return std::distance(fs::directory_iterator(path_), fs::directory_iterator());
-  }
-
- private:
-  fs::path path_;
-};
+using test::Folder;
 
 std::string read_bytes(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -125,7 +110,7 @@ TEST(StateDict, RoundTrip) {
     }
   }
   expect_same(expected, read);
-  EXPECT_EQ(folder.files(), 1u);
+  EXPECT_EQ(test::names_in(folder / "").size(), 1u);
 
   write_state_dict(StateDict{}, folder / "empty.pt");
   expect_same(StateDict{}, read_state_dict(folder / "empty.pt"));
@@ -184,7 +169,9 @@ TEST(StateDict, WriteReplacesWholeOrNotAtAll) {
   auto path = folder / "a.pt";
   write_state_dict(sample(), path);
   auto before = read_bytes(path);
-  auto intact = [&] { return read_bytes(path) == before && folder.files() == 1; };
+  auto intact = [&] {
+    return read_bytes(path) == before && test::names_in(folder / "").size() == 1;
+  };
 
   for (const auto& value :
        {c10::IValue(at::Tensor()), c10::IValue(at::eye(2).to_sparse()),
@@ -225,7 +212,7 @@ TEST(StateDict, WriteReplacesWholeOrNotAtAll) {
   EXPECT_THROW(write_state_dict(sample(), folder / "missing/a.pt"), c10::Error);
   fs::create_directory(folder / "directory");
   value_error([&] { write_state_dict(sample(), folder / "directory"); });
-  EXPECT_EQ(folder.files(), 2u);
+  EXPECT_EQ(test::names_in(folder / "").size(), 2u);
 }
 
 TEST(StateDict, WriteFollowsLinks) {
@@ -290,7 +277,6 @@ TEST(StateDict, DamagedFilesAreRefusedOrRead) {
   EXPECT_GT(refused, 500u);
 }
 
-// Pickles that no damage makes by chance: put in the place of the file's own, padded with nothing.
 // State of `params` parameters, each of which has the same dict with `keys` keys.
 std::string shared_state(int params, int keys) {
   const auto number = [](int value) {
@@ -310,6 +296,7 @@ std::string shared_state(int params, int keys) {
          text("params") + indices + "eueu.";
 }
 
+// Pickles that no damage makes by chance.
 TEST(StateDict, HostilePicklesAreRefused) {
   Folder folder;
   write_state_dict(StateDict{}, folder / "a.pt");
