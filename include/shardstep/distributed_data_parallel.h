@@ -30,8 +30,8 @@ class Reducer;
 namespace shardstep {
 
 struct DistributedDataParallelOptions {
-  // The default group if null.
-  TORCH_ARG(ProcessGroupPtr, process_group);
+  // Unset: the default group.
+  TORCH_ARG(std::optional<ProcessGroupPtr>, process_group);
   // Parameters and buffers start as rank 0's. If false, the caller must have made them equal.
   TORCH_ARG(bool, init_sync) = true;
   // Before each forward that follows a synchronised one, buffers become rank 0's.

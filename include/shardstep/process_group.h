@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,10 +39,11 @@ SHARDSTEP_API bool has_default_process_group();
 SHARDSTEP_API void destroy_process_group();
 
 // A group of some of the parent's ranks: ranks[i] becomes rank i; nullptr on ranks that are not in
-// the list. No parent means the default group. Collective over the parent, with the same `ranks`.
-SHARDSTEP_API ProcessGroupPtr new_group(const std::vector<int>& ranks,
-                                        const ProcessGroupOptions& options = {},
-                                        const ProcessGroupPtr& parent = {});
+// the list, which is an error where a group is expected. No parent means the default group.
+// Collective over the parent, with the same `ranks`.
+SHARDSTEP_API ProcessGroupPtr
+new_group(const std::vector<int>& ranks, const ProcessGroupOptions& options = {},
+          const std::optional<ProcessGroupPtr>& parent = std::nullopt);
 
 // The rank in the default group of `rank` in this group.
 SHARDSTEP_API int global_rank(const ProcessGroupPtr& group, int rank);

@@ -71,8 +71,8 @@ struct ZeroOptions {
   // them over the ranks during the backward pass, and each rank keeps what it owns. `.grad` is then
   // a tensor without memory: operations on it throw an error that says what to call instead.
   TORCH_ARG(int, stage) = 1;
-  // The default group if null.
-  TORCH_ARG(ProcessGroupPtr, process_group);
+  // Unset: the default group.
+  TORCH_ARG(std::optional<ProcessGroupPtr>, process_group);
   TORCH_ARG(Sharding, sharding) = Sharding::kParameter;
   TORCH_ARG(ExchangeKind, exchange) = ExchangeKind::kAuto;
   // Parameters become views of one flat tensor per dtype and device, which is sent in one piece.

@@ -259,9 +259,10 @@ void bind_gradients(py::module_& module) {
              return gradients.statistic(statistic_named(name), norm_type).at(param);
            }))
       .def("all_finite", wrap_pybind_function_no_gil(all_finite))
-      .def("whole", wrap_pybind_function_no_gil([](ShardedGradients& gradients, int64_t param) {
-             return defined(gradients.whole(param));
-           }))
+      .def("whole", wrap_pybind_function_no_gil(
+                        [](ShardedGradients& gradients, std::optional<int64_t> param) {
+                          return defined(gradients.whole(param));
+                        }))
       .def("own", wrap_pybind_function_no_gil([](ShardedGradients& gradients, int64_t param) {
              return defined(gradients.own(param));
            }))

@@ -116,14 +116,14 @@ class GradientMethods(ShardedOptimizer):
 
     def full_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Returns the whole gradient of a parameter, or None. Collective in stage 2."""
+        if self.engine.gradients is not None:
+            return self._sharded_gradients.whole(self._index_of.get(parameter))
         if parameter not in self._index_of:
             raise ValueError(
-                "shardstep: expected a parameter of this optimizer, got a tensor of shape "
-                f"{tuple(parameter.shape)} {self._where()}"
+                "shardstep: expected a parameter of this optimizer in full_gradient(), got another "
+                f"tensor, of shape {tuple(parameter.shape)} {self._where()}"
             )
-        if self.engine.gradients is None:
-            return parameter.grad
-        return self._sharded_gradients.whole(self._index_of[parameter])
+        return parameter.grad
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

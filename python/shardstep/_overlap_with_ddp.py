@@ -16,6 +16,19 @@ class OverlapWithDDP(ShardedOptimizer):
     _overlap_with_ddp: bool
     _overlapped_steps: list[OverlappedStep]
     _update_error: Exception | None
+    found_inf: torch.Tensor  # this and the next only while a GradScaler calls step()
+    grad_scale: torch.Tensor | None
+
+    def _refuse_scaler(self) -> None:
+        """In step(). A GradScaler leaves there what a step needs to unscale and to skip."""
+        if not hasattr(self, "found_inf"):
+            return
+        del self.found_inf, self.grad_scale
+        raise ValueError(
+            "shardstep: expected a GradScaler with an optimizer that updates in step(), got one "
+            "with overlap_with_ddp=True, which updates inside the backward pass, before gradients "
+            f"are unscaled; leave out one of the two {self._where()}"
+        )
 
     def _make_overlapped_step(self, ddp: Any, interleaved: bool) -> OverlappedStep:
         zero = weakref.proxy(self)  # the garbage collector cannot see into the step

@@ -189,6 +189,8 @@ class ZeroRedundancyOptimizer(
         self._arrivals = None
         overlaps_forward = overlap_forward is not None and overlap_forward is not False
         self._overlap_with_ddp = overlap_with_ddp
+        if overlap_with_ddp:
+            self._step_supports_amp_scaling = True  # so that step() hears of a GradScaler
         self._overlap_info = _OverlapInfo(self.world_size)
         self._update_error = None
         self._overlapped_steps = []
@@ -280,6 +282,7 @@ class ZeroRedundancyOptimizer(
         Returns the closure's loss. Other keyword arguments go to the local optimizer. Collective.
         """
         if self._overlap_with_ddp:
+            self._refuse_scaler()
             warnings.warn(
                 "shardstep: step() does nothing with overlap_with_ddp=True, because a hook of "
                 "shardstep.ddp_zero_hook updates the parameters inside the backward pass",

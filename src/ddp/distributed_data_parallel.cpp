@@ -14,6 +14,7 @@
 #include <unordered_set>
 
 #include "comm/agreement.h"
+#include "launch/chosen_group.h"
 #include "launch/who.h"
 #include "torch_versions.h"
 
@@ -216,7 +217,7 @@ DistributedDataParallelBase::Impl::Impl(std::shared_ptr<torch::nn::Module> modul
                                         const DistributedDataParallelOptions& given)
     : module(std::move(module_in)),
       options(given),
-      group(given.process_group() ? given.process_group() : default_process_group()) {
+      group(detail::chosen_group(given.process_group())) {
   std::vector<std::string> lines;
   std::exception_ptr error;
   try {

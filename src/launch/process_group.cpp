@@ -13,6 +13,7 @@
 #include <set>
 #include <string>
 
+#include "launch/chosen_group.h"
 #include "launch/launch_environment.h"
 #include "launch/process_group_backends.h"
 #include "launch/who.h"
@@ -195,8 +196,8 @@ void destroy_process_group() {
 }
 
 ProcessGroupPtr new_group(const std::vector<int>& ranks, const ProcessGroupOptions& options,
-                          const ProcessGroupPtr& given_parent) {
-  const auto parent = given_parent ? given_parent : default_process_group();
+                          const std::optional<ProcessGroupPtr>& given_parent) {
+  const auto parent = detail::chosen_group(given_parent);
   const int rank = parent->getRank();
   const int size = parent->getSize();
   // Counted in the store, rank by rank, so that all ranks get the same number without any state of
@@ -220,6 +221,9 @@ ProcessGroupPtr new_group(const std::vector<int>& ranks, const ProcessGroupOptio
 }
 
 int global_rank(const ProcessGroupPtr& group, int rank) {
+  detail::check_member(group);
+  TORCH_CHECK_VALUE(rank >= 0 && rank < group->getSize(), "shardstep: expected a rank from 0 to ",
+                    group->getSize() - 1, ", got ", rank, detail::who(group));
   const auto& ranks = group->getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
   return ranks.empty() ? rank : static_cast<int>(ranks.at(rank));
 }

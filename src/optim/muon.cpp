@@ -12,16 +12,20 @@ namespace {
 
 constexpr int64_t kMostSteps = 100;
 
+template <class Value>
+void check(bool good, const char* name, const char* expected, const Value& got) {
+  TORCH_CHECK_VALUE(good, "shardstep: expected Muon's ", name, " to be ", expected, ", got ", got);
+}
+
+void check_steps(int64_t steps) {
+  check(steps >= 0 && steps < kMostSteps, "ns_steps", "from 0 to 99", steps);
+}
+
 void check_muon_options(const MuonOptions& options) {
-  const auto check = [](bool good, const char* name, const char* expected, const auto& got) {
-    TORCH_CHECK_VALUE(good, "shardstep: expected Muon's ", name, " to be ", expected, ", got ",
-                      got);
-  };
   check(options.lr() >= 0, "lr", "0 or more", options.lr());
   check(options.momentum() >= 0, "momentum", "0 or more", options.momentum());
   check(options.weight_decay() >= 0, "weight_decay", "0 or more", options.weight_decay());
-  check(options.ns_steps() >= 0 && options.ns_steps() < kMostSteps, "ns_steps", "from 0 to 99",
-        options.ns_steps());
+  check_steps(options.ns_steps());
   const auto& adjust = options.adjust_lr_fn();
   check(!adjust || *adjust == "original" || *adjust == "match_rms_adamw", "adjust_lr_fn",
         "\"original\" or \"match_rms_adamw\"", adjust.value_or(""));
@@ -89,6 +93,7 @@ void check_muon_param(const at::Tensor& param) {
 }
 
 double muon_cost(const at::Tensor& param, int64_t ns_steps) {
+  check_steps(ns_steps);
   if (param.dim() < 2 || param.numel() == 0) return static_cast<double>(param.numel());
   const auto rows = static_cast<double>(param.size(-2)),
              columns = static_cast<double>(param.size(-1));

@@ -202,6 +202,16 @@ void ShardedGradients::check_not_replaced(const std::vector<Message>& messages) 
   }
 }
 
+void ShardedGradients::check_not_foreign(const std::vector<Message>& messages) const {
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    const auto& question = messages[rank].question;
+    TORCH_CHECK_VALUE(question.kind != Kind::kWhole || question.which != kForeign,
+                      "shardstep: expected a parameter of this optimizer in full_gradient(), got "
+                      "another tensor on rank ",
+                      rank, detail::who(group_));
+  }
+}
+
 ShardedGradients::Message ShardedGradients::message(const Question& question) {
   return {.params = agreement_.summary(params_),
           .rounds = reducer_.rounds(),
@@ -230,7 +240,9 @@ void ShardedGradients::check_message(const Message& message, int from) const {
   peer.check("the kind of a question", static_cast<int64_t>(kind), 0,
              static_cast<int64_t>(Kind::kWhole));
   const auto last = static_cast<int64_t>(GradientStatistic::kInfinities);
-  peer.check("the subject of a question", which, 0, kind == Kind::kWhole ? params - 1 : last);
+  const bool is_whole = kind == Kind::kWhole;
+  peer.check("the subject of a question", which, is_whole ? kForeign : 0,
+             is_whole ? params - 1 : last);
 }
 
 // Sends this rank's part of a meeting, and checks what the others have sent.

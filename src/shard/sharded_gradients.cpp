@@ -26,6 +26,7 @@ ShardedGradients::ShardedGradients(Exchange& control, Exchange& exchange, Gradie
       params_(params) {}
 
 void ShardedGradients::answer(const std::vector<Message>& messages) {
+  check_not_foreign(messages);
   const auto& own_question = messages[group_->getRank()].question;
   std::vector<Question> asked;  // each once, in order of rank
   for (const auto& message : messages) {
@@ -172,8 +173,8 @@ std::vector<bool> ShardedGradients::finite() {
   return result;
 }
 
-at::Tensor ShardedGradients::whole(int64_t param) {
-  ask({.kind = Kind::kWhole, .which = param});
+at::Tensor ShardedGradients::whole(std::optional<int64_t> param) {
+  ask({.kind = Kind::kWhole, .which = param.value_or(kForeign)});
   return std::exchange(whole_, {});
 }
 

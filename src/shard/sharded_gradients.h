@@ -40,8 +40,8 @@ class SHARDSTEP_API ShardedGradients {
   // By parameter. Collective.
   std::vector<bool> finite();
   // The gradient of a parameter, whole, in its shape and memory order; undefined if there is none.
-  // Collective.
-  at::Tensor whole(int64_t param);
+  // nullopt stands for a tensor that is no parameter, and is an error on every rank. Collective.
+  at::Tensor whole(std::optional<int64_t> param);
   // Ends the rounds so far, so that all gradients are final. Collective.
   void settle();
   // The same where every rank calls it, even if this one has heard of nothing new.
@@ -71,9 +71,10 @@ class SHARDSTEP_API ShardedGradients {
 
  private:
   enum class Kind : int64_t { kStep, kSettle, kStatistic, kSquares, kWhole };
+  static constexpr int64_t kForeign = -1;  // a tensor that is no parameter
   struct Question {
     Kind kind = Kind::kStep;
-    int64_t which = 0;  // statistic or parameter
+    int64_t which = 0;  // statistic, or parameter or kForeign
     double norm_type = 0;
     auto operator<=>(const Question&) const = default;
   };
@@ -131,6 +132,7 @@ class SHARDSTEP_API ShardedGradients {
   void check_not_changed(const std::vector<uint8_t>& used) const;
   void check_fit(const std::vector<uint8_t>& used) const;
   void check_not_replaced(const std::vector<Message>& messages) const;
+  void check_not_foreign(const std::vector<Message>& messages) const;
   std::vector<double> own_values(const Question& question);
   std::vector<bool> present() const;  // by parameter: whether it has a gradient now
   at::Tensor gather_whole(int64_t param);

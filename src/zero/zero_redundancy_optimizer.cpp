@@ -10,6 +10,7 @@
 
 #include "checkpoint/checkpointer.h"
 #include "comm/agreement.h"
+#include "launch/chosen_group.h"
 #include "launch/who.h"
 #include "shard/gradient_clipping.h"
 #include "shard/gradient_lending.h"
@@ -66,7 +67,7 @@ std::string describe(const LocalOptimizer& local, const torch::optim::OptimizerO
 
 // Where the options are wrong, an engine with none, through which the other ranks hear of `error`.
 std::unique_ptr<ShardEngine> make_engine(const ZeroOptions& options, std::exception_ptr& error) {
-  const auto group = options.process_group() ? options.process_group() : default_process_group();
+  const auto group = detail::chosen_group(options.process_group());
   try {
     return std::make_unique<ShardEngine>(group, engine_options(options, group));
   } catch (...) {
@@ -446,12 +447,16 @@ void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
 at::Tensor ZeroRedundancyOptimizer::full_gradient(const at::Tensor& param) {
   adopt_new_groups(nullptr);
   const auto found = index_of_.find(param.unsafeGetTensorImpl());
-  TORCH_CHECK_VALUE(found != index_of_.end(),
-                    "shardstep: expected a parameter of this optimizer, got a tensor of sizes ",
+  const bool is_ours = found != index_of_.end();
+  if (auto* const sharded = engine_->gradients()) {
+    announce();
+    return sharded->whole(is_ours ? std::optional(found->second) : std::nullopt);
+  }
+  TORCH_CHECK_VALUE(is_ours,
+                    "shardstep: expected a parameter of this optimizer in full_gradient(), got "
+                    "another tensor, of sizes ",
                     param.sizes(), detail::who(process_group()));
-  auto* const sharded = engine_->gradients();
-  if (sharded) announce();
-  return sharded ? sharded->whole(found->second) : param.grad();
+  return param.grad();
 }
 
 ZeroRedundancyOptimizer::NoSync::NoSync(ShardEngine& engine)

@@ -2,11 +2,14 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <chrono>
+#include <functional>
 #include <numeric>
 #include <string>
 #include <vector>
 
+#include "shardstep/distributed_data_parallel.h"
 #include "shardstep/process_group.h"
+#include "shardstep/zero_redundancy_optimizer.h"
 #include "support/test_support.h"
 #include "support/torch.h"
 
@@ -127,6 +130,30 @@ TEST(NewGroup, KeepsTheOrderGiven) {
     EXPECT_EQ(group->getRank(), rank == 4 ? 0 : rank == 0 ? 1 : 2);
     EXPECT_EQ(sum_over(group, rank), 7);
   });
+}
+
+// What new_group() returns to ranks outside the group is never taken for the default group.
+TEST(NewGroup, NoGroupIsNotTheDefaultGroup) {
+  init_process_group(gloo());
+  const ProcessGroupPtr none;
+  const auto module = std::make_shared<torch::nn::LinearImpl>(2, 2);
+  const auto zero_options = ZeroOptions().process_group(none);
+  const std::vector<std::function<void()>> uses = {
+      [&] { new_group({0}, gloo(), none); }, [&] { global_rank(none, 0); },
+      [&] {
+        ZeroRedundancyOptimizer(module->parameters(), torch::optim::SGDOptions(1), zero_options);
+      },
+      [&] {
+        DistributedDataParallel ddp(module, DistributedDataParallelOptions().process_group(none));
+      }};
+  for (const auto& use : uses) {
+    const auto message = message_of<c10::ValueError>(use);
+    EXPECT_NE(message.find("got a null one"), std::string::npos) << message;
+    EXPECT_NE(message.find("(rank 0 of 1)"), std::string::npos) << message;
+  }
+  EXPECT_THROW(global_rank(default_process_group(), 1), c10::ValueError);
+  EXPECT_THROW(global_rank(default_process_group(), -1), c10::ValueError);
+  destroy_process_group();
 }
 
 TEST(NewGroup, GroupsOfGroupsAndRepeatedLists) {

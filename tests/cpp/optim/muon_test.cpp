@@ -88,6 +88,7 @@ TEST(Muon, RefusesWhatIsNoMatrixAndOptionsThatMakeNoSense) {
   const auto matrix = random_matrix({3, 3}, 1);
   EXPECT_THROW(Muon({matrix}, MuonOptions(-1)), c10::ValueError);
   EXPECT_THROW(Muon({matrix}, MuonOptions().ns_steps(100)), c10::ValueError);
+  EXPECT_THROW(optim::muon_cost(matrix, -1), c10::ValueError);
   EXPECT_THROW(Muon({matrix}, MuonOptions().adjust_lr_fn("other")), c10::ValueError);
 }
 

@@ -644,6 +644,26 @@ TEST_P(Stage2ExchangeTest, RanksMayAskForDifferentWholeGradients) {
   });
 }
 
+// Whatever the others ask at that moment, and the optimizer goes on afterwards.
+TEST_P(Stage2ExchangeTest, AForeignTensorIsAnErrorOnEveryRank) {
+  test::run_ranks(3, [&](const ProcessGroupPtr& group) {
+    const auto params = test::make_params(7), plain_params = test::make_params(7);
+    ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-1),
+                                 options_of({.exchange = GetParam()}, group));
+    loss_of(params, group->getRank(), 0).backward();
+    const auto message = test::error_of<c10::ValueError>([&] {
+      if (group->getRank() == 0) zero.step();
+      if (group->getRank() == 1) zero.full_gradient(torch::ones(2));
+      if (group->getRank() == 2) zero.full_gradient(params[0]);
+    });
+    EXPECT_NE(message.find("got another tensor on rank 1"), std::string::npos) << message;
+    const auto whole = zero.full_gradient(params[0]);
+    Tensors sums(params.size());
+    add_average(plain_params, 3, {0}, sums);
+    EXPECT_TRUE(at::equal(whole, sums[0]));
+  });
+}
+
 TEST_P(Stage2ExchangeTest, GenericCodeFailsLoudly) {
   test::run_ranks(2, [&](const ProcessGroupPtr& group) {
     const auto params = test::make_params(7);

@@ -119,6 +119,20 @@ def test_parity_on_the_backends_own_collectives(hook, sharding):
 
 
 @ours
+@on_ranks(2)
+def test_a_grad_scaler_is_refused():
+    """The update came before it could unscale."""
+    for hook, unscales in itertools.product(HOOKS, (False, True)):
+        pair = Overlapped(hook)
+        scaler = torch.amp.GradScaler(devices.NAME, init_scale=8.0)
+        scaler.scale(pair.ddp(batches(1)[0]).sum()).backward()
+        if unscales:
+            scaler.unscale_(pair.zero)
+        with pytest.raises(ValueError, match=r"updates inside the backward pass.*\(rank"):
+            scaler.step(pair.zero)
+
+
+@ours
 @every_hook
 @every_sharding
 @on_ranks(2)

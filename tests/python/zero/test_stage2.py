@@ -426,3 +426,21 @@ def refuses():
 
 def test_refuses_what_it_cannot_do():
     run_ranks(2, refuses)
+
+
+def asks_for_a_foreign_gradient(exchange):
+    net, zero, plain, optimizer = make(exchange)
+    for model in (net, plain):
+        model(batch(0)).square().mean().backward()
+    with pytest.raises(ValueError, match=r"got another tensor on rank 1 \(rank"):
+        if dist.get_rank() == 1:
+            zero.full_gradient(torch.ones(2))
+        zero.clip_grad_norm_(1.0)
+    for optim in (zero, optimizer):
+        optim.step()
+    assert_same(net, plain)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_foreign_tensor_is_an_error_on_every_rank(exchange):
+    run_ranks(2, asks_for_a_foreign_gradient, exchange)
