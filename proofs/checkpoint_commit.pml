@@ -42,6 +42,7 @@
 // mutation: UNLOCKED_BEFORE_UNLINK | -DRANKS=1 -DJOBS=3 -DREADERS=0 | safety | writers<=1
 // mutation: SHARD_REMOVED_WHEN_UNSURE | -DRANKS=2 -DJOBS=1 -DDEATH | safety | written[
 // mutation: SHARD_REMOVED_THOUGH_NAMED | -DRANKS=2 -DJOBS=1 -DFAILS | safety | written[
+// mutation: SHARD_REMOVED_BEFORE_RANK_0_STOPPED | -DRANKS=2 -DJOBS=1 -DFAILS | safety | assertion violated
 // mutation: LOCK_OUTLIVES_ITS_PROCESS | -DRANKS=1 -DJOBS=1 -DDEATH -DREADERS=0 | safety | refused[
 
 #ifndef READERS
@@ -71,7 +72,7 @@ byte inodes = 0;
 bit held[INODES];
 byte writers = 0;
 // Between the ranks of a job.
-bit started[IDS], refused[IDS], no_index[IDS], done[IDS];
+bit started[IDS], refused[IDS], shard_failed[IDS], no_index[IDS], done[IDS];
 byte reported[IDS];
 
 byte life = 0;  // of the machine
@@ -154,7 +155,16 @@ inline write_shard() {
   synced[OF(id, rank)] = 1;
 #endif
   shard[OF(id, rank)] = 1;
-  sync_directory()
+#ifdef FAILS
+  // The directory cannot be synced: the shard has its name, and the others hear of an error.
+  if
+  :: atomic { rank != 0 && !failed -> failed = 1; shard_failed[id] = 1; goto shard_is_there }
+  :: skip
+  fi;
+#endif
+  sync_directory();
+shard_is_there:
+  skip
 }
 
 // The names of this moment, then the indexes that nobody reads, then the shards of all but those.
@@ -285,11 +295,13 @@ proctype Rank(byte id; byte rank; byte born) {
       :: other < RANKS ->
         if
 #ifdef BLOCKING
-        :: reported[id] == RANKS -> other = RANKS
+        :: reported[id] == RANKS && !shard_failed[id] -> other = RANKS
 #else
         :: shard[OF(id, other)] -> other++
 #endif
         :: someone_died -> goto unsure
+        // cancel(): it ends here, or after it has put the index in place.
+        :: shard_failed[id] -> no_index[id] = 1; goto no_checkpoint
         fi
       :: else -> other = 0; break
       od;
@@ -298,15 +310,18 @@ proctype Rank(byte id; byte rank; byte born) {
       atomic { completed = id; done[id] = 1 };
       goto finished
     :: else ->
-      // first_failure(): what rank 0 says, if every rank can say something.
+      // first_failure() and has_no_index(): what rank 0 says, if every rank can say something.
       if
+#ifdef SHARD_REMOVED_BEFORE_RANK_0_STOPPED
+      :: shard_failed[id] -> goto no_checkpoint
+#endif
       :: done[id] -> goto finished
       :: no_index[id] -> goto no_checkpoint
       :: someone_died && !done[id] && !no_index[id] -> goto unsure
       fi
     fi;
 no_checkpoint:
-    // give_up(): all ranks know that there will be no index; it may be in place all the same.
+    // remove_shard(): rank 0 has stopped; the index may be in place all the same.
 #ifdef SHARD_REMOVED_THOUGH_NAMED
     shard[OF(id, rank)] = 0;
 #else

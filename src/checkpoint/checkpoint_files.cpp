@@ -50,6 +50,13 @@ class PreviousIndex {
   bool replaced_ = false;
 };
 
+void try_sync_directory(const std::string& directory) {
+  try {
+    sync_directory(directory);
+  } catch (const c10::Error&) {
+  }
+}
+
 // Removes what saves left behind, except the shards of `id` and of indexes that are being read.
 // Failures are ignored, since the checkpoint is complete.
 void remove_leftovers(const std::string& directory, const std::string& id) {
@@ -100,18 +107,23 @@ std::string new_id() {
 
 void make_directory(const std::string& directory) {
   std::error_code error;
-  const auto whole = fs::absolute(directory, error).lexically_normal();
-  std::vector<fs::path> parents;  // of what does not exist yet
-  for (auto path = whole; !fs::exists(path, error) && path.has_relative_path();
-       path = path.parent_path()) {
-    if (path.has_filename()) parents.push_back(path.parent_path());
+  auto path = fs::absolute(directory, error).lexically_normal();
+  if (!path.has_filename()) path = path.parent_path();
+  std::vector<fs::path> missing;  // the innermost first
+  for (; !fs::exists(path, error) && path.has_relative_path(); path = path.parent_path()) {
+    missing.push_back(path);
   }
+  // Who made it may have died before its name was durable. Not ours to read, perhaps.
+  if (path.has_relative_path()) try_sync_directory(path.parent_path().string());
   error.clear();
-  fs::create_directories(directory, error);
+  // One by one, so that at most the name of the last is not durable if this process dies.
+  for (auto each = missing.rbegin(); each != missing.rend() && !error; ++each) {
+    fs::create_directory(*each, error);
+    if (!error) sync_directory(each->parent_path().string());
+  }
   TORCH_CHECK(!error && fs::is_directory(directory, error),
               "shardstep: cannot create the directory ", directory, ": ",
               (error ? error : std::make_error_code(std::errc::not_a_directory)).message());
-  for (const auto& parent : parents) sync_directory(parent.string());
 }
 
 void check_replaceable(const std::string& directory) {

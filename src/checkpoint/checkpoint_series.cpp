@@ -76,15 +76,21 @@ std::regex name_regex(const std::string& pattern) {
   return std::regex(expression);
 }
 
-struct Sibling {
+struct Checkpointed {
   series_fs::file_time_type time;  // when its index was written
   series_fs::path path;
 };
 
-// The complete checkpoints of the series, the newest first.
-std::vector<Sibling> siblings(const std::string& pattern, const series_fs::path& parent) {
+// The directories of a series: complete checkpoints, the newest first, and those without an index
+// that have files of a save, which is under way, or died in the middle of saving or removing.
+struct Siblings {
+  std::vector<Checkpointed> complete;
+  std::vector<series_fs::path> incomplete;
+};
+
+Siblings siblings(const std::string& pattern, const series_fs::path& parent) {
   const auto names = name_regex(pattern);
-  std::vector<Sibling> found;
+  Siblings found;
   std::error_code error;
   for (series_fs::directory_iterator entry(parent, error), end; !error && entry != end;
        entry.increment(error)) {
@@ -92,12 +98,19 @@ std::vector<Sibling> siblings(const std::string& pattern, const series_fs::path&
     if (entry->is_symlink(ignored) || !std::regex_match(entry->path().filename().string(), names)) {
       continue;
     }
-    const auto time = series_fs::last_write_time(entry->path() / kIndexName, ignored);
-    if (!ignored && current_id(entry->path().string())) found.push_back({time, entry->path()});
+    const auto path = entry->path();
+    const auto time = series_fs::last_write_time(path / kIndexName, ignored);
+    if (ignored == std::errc::no_such_file_or_directory) {
+      const auto files = names_in_directory(path.string());
+      if (std::any_of(files.begin(), files.end(), is_save_file)) found.incomplete.push_back(path);
+    } else if (!ignored && current_id(path.string())) {
+      found.complete.push_back({time, path});
+    }
   }
-  std::sort(found.begin(), found.end(), [](const Sibling& a, const Sibling& b) {
-    return std::tie(a.time, a.path) > std::tie(b.time, b.path);
-  });
+  std::sort(found.complete.begin(), found.complete.end(),
+            [](const Checkpointed& a, const Checkpointed& b) {
+              return std::tie(a.time, a.path) > std::tie(b.time, b.path);
+            });
   return found;
 }
 
@@ -145,10 +158,12 @@ void update_series(const std::string& pattern, const std::string& directory,
   point_latest(path);
   if (!keep_last) return;
   int64_t kept = 1;
-  for (const auto& sibling : siblings(whole_path(pattern).string(), path.parent_path())) {
+  const auto others = siblings(whole_path(pattern).string(), path.parent_path());
+  for (const auto& sibling : others.complete) {
     if (sibling.path == path) continue;
     if (kept++ >= *keep_last) remove_checkpoint(sibling.path.string());
   }
+  for (const auto& sibling : others.incomplete) remove_checkpoint(sibling.string());
 }
 
 bool remove_checkpoint(const std::string& directory) {
@@ -159,8 +174,13 @@ bool remove_checkpoint(const std::string& directory) {
   } catch (const c10::Error&) {
     return false;  // it is being written
   }
-  // The index goes first: without it there is no checkpoint.
+  // The index goes first: without it there is no checkpoint, also after a failure of the machine.
   if (!retire_index((folder / kIndexName).string())) return false;
+  try {
+    sync_directory(directory);
+  } catch (const c10::Error&) {
+    return false;
+  }
   bool all = true;
   const auto names = names_in_directory(directory);
   for (const auto& name : names) {

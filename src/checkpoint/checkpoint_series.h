@@ -25,7 +25,8 @@ SHARDSTEP_API std::string expand_directory(const std::string& pattern, const c10
 SHARDSTEP_API bool is_series(const std::string& pattern);
 
 // Makes `latest` point at the directory, and removes the oldest checkpoints of the series beyond
-// `keep_last`. What is being read or written stays until a later save.
+// `keep_last`, and what a process that died while it saved or removed one has left. What is being
+// read or written stays until a later save.
 // REQUIRES: the checkpoint in `directory` is complete, and is_series(pattern).
 SHARDSTEP_API void update_series(const std::string& pattern, const std::string& directory,
                                  std::optional<int64_t> keep_last);

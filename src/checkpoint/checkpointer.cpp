@@ -131,8 +131,8 @@ void Checkpointer::wait() {
   if (!job_ || waited_) return;
   waited_ = true;
   const auto& group = engine_.control_group();
-  // A failure that all ranks know about means that there will be no index. If the ranks cannot
-  // communicate, there may be one, and the shards must stay; the next save removes them if needed.
+  // If the ranks cannot communicate, there may be an index, and the shards must stay; the next save
+  // removes them if needed.
   auto error = job_->shard_error();
   std::optional<detail::Failure> failure;
   try {
@@ -151,8 +151,20 @@ void Checkpointer::wait() {
                 detail::who(group));
   }
   if (!failure) return;
-  job_->give_up();
+  job_->cancel();
+  if (has_no_index()) job_->remove_shard();
   detail::throw_failure(group, *failure, error);
+}
+
+// Whether rank 0 has stopped without an index of this save, as it tells all ranks. Its thread may
+// have put one in place after the failure of another rank, whose shard it found. REQUIRES: it is
+// cancelled. Collective.
+bool Checkpointer::has_no_index() const {
+  try {
+    return detail::all_gather_number(engine_.control_group(), job_->index_is_in_place()).at(0) == 0;
+  } catch (const std::exception&) {
+    return false;  // nobody knows
+  }
 }
 
 std::optional<std::string> Checkpointer::finish() {

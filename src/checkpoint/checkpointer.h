@@ -111,6 +111,7 @@ class SHARDSTEP_API Checkpointer {
                         std::exception_ptr error = nullptr);
   // Throws on every rank if one of them has an error. Collective.
   void share(const std::exception_ptr& error) const;
+  bool has_no_index() const;
   // How many bytes of the shards the last load() read on this rank.
   int64_t bytes_read() const { return bytes_read_; }
 

@@ -143,10 +143,9 @@ void SaveJob::finish() {
   task_.lock = nullptr;
 }
 
-void SaveJob::give_up() {
-  cancel();
-  remove_shard(task_.directory, task_.head.id, task_.rank);
-}
+bool SaveJob::index_is_in_place() const { return current_id(task_.directory) == task_.head.id; }
+
+void SaveJob::remove_shard() { detail::remove_shard(task_.directory, task_.head.id, task_.rank); }
 
 std::string SaveJob::who() const {
   return c10::str(" (rank ", task_.rank, " of ", task_.head.world_size, ")");

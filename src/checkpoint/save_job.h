@@ -58,8 +58,10 @@ class SaveJob {
   void cancel();
   // Finishes the writing. Waits a few more seconds for other ranks' shards.
   void finish();
-  // REQUIRES: no rank will write the index of this save.
-  void give_up();
+  // Whether the directory holds this save.
+  bool index_is_in_place() const;
+  // REQUIRES: there is no index of this save, and no rank will write one.
+  void remove_shard();
 
   CheckpointProgress progress() const { return {written_.load(), total_}; }
   const std::string& directory() const { return task_.directory; }

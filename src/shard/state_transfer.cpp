@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "comm/agreement.h"
 #include "comm/peer_input.h"
@@ -305,6 +306,38 @@ at::Tensor cut_tensor(const ShardEngine& engine, const Slice& slice, const std::
   return ordered.to(ordered.options().device(param.device()), false, /*copy=*/true);
 }
 
+// What ranks that share a value must say alike.
+std::string describe(const Entry& entry, const at::Tensor& param) {
+  if (entry.form == Form::kBytes) return "no tensor";
+  const bool cut = entry.form == Form::kCut;
+  return c10::str(entry.dtype, ' ', cut ? param.sizes() : at::IntArrayRef(entry.sizes));
+}
+
+// Otherwise parts of it would be received into memory of another size.
+void check_alike(const ShardEngine& engine, const std::vector<Slices>& slices,
+                 const std::vector<Catalogue>& catalogues) {
+  struct First {
+    size_t rank;
+    std::string description;
+  };
+  std::map<std::pair<int64_t, std::string>, First> known;
+  for (size_t rank = 0; rank < catalogues.size(); ++rank) {
+    for (size_t i = 0; i < slices[rank].size(); ++i) {
+      const auto param = slices[rank][i]->param;
+      for (const auto& entry : catalogues[rank][i].entries) {
+        const auto description = describe(entry, engine.param(param));
+        const auto [first, is_new] =
+            known.try_emplace({param, entry.name}, First{rank, description});
+        TORCH_CHECK_VALUE(is_new || first->second.description == description,
+                          "shardstep: expected the state \"", entry.name, "\" of parameter ", param,
+                          " to have one dtype and shape on all ranks, got ",
+                          first->second.description, " on rank ", first->second.rank, " and ",
+                          description, " on rank ", rank, detail::who(engine.process_group()));
+      }
+    }
+  }
+}
+
 // Throws on every rank unless all of them gather on the same one.
 void check_target(const ShardEngine& engine, int to) {
   const auto targets = detail::all_gather_number(engine.control_group(), to);
@@ -335,6 +368,13 @@ EngineState gather_state(const ShardEngine& engine, const EngineState& local, in
   for (size_t r = 0; r < catalogues.size(); ++r) {
     slices.push_back(engine.partition().owned(static_cast<int>(r)));
   }
+  std::exception_ptr error;
+  try {
+    check_alike(engine, slices, catalogues);
+  } catch (const c10::Error&) {
+    error = std::current_exception();
+  }
+  detail::tell_every_rank(engine.control_group(), error);
 
   EngineState whole;
   for (size_t b = 0; b < engine.buckets().size(); ++b) {

@@ -143,6 +143,38 @@ TEST(CheckpointCalls, ADirectoryThatCannotBeSyncedIsAnErrorAndNothingIsRemoved) 
   check(directory, {2});
 }
 
+// Rank 0 finds the shard of another rank, which cannot sync the directory and says so: whichever
+// comes first, the index or the news, the shards of the index stay.
+TEST(CheckpointCalls, AShardIsNotRemovedWhileRank0MayNameIt) {
+  for (int slow_ms : {0, 5, 50, 200}) {
+    SCOPED_TRACE(slow_ms);
+    const test::Folder folder;
+    const auto directory = folder / "c";
+    std::vector<pid_t> ranks;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      ranks.push_back(fork_process([&, rank] {
+        const auto store = c10::make_intrusive<c10d::FileStore>(folder / "store", kRanks);
+        Trained run(join_group(store, rank, kRanks));
+        run.step_to(1);
+        run.save(directory, false);
+        run.step_to(2);
+        if (rank == 0) calls.directory_sync_ms = slow_ms;
+        calls.no_directory_sync = rank == 1;
+        calls.index_has_its_name = true;
+        const auto message = test::error_of<c10::Error>([&] {
+          run.save(directory, true);
+          run.zero().wait_checkpoint();
+        });
+        EXPECT_NE(message.find("cannot sync the directory " + directory), std::string::npos)
+            << message;
+        calls.no_directory_sync = false;
+      }));
+    }
+    for (pid_t rank : ranks) EXPECT_EQ(status_of(rank), 0);
+    check(directory, {1, 2});
+  }
+}
+
 TEST(CheckpointCalls, SignalsInterruptNothing) {
   const test::Folder folder;
   in_a_process([&] {
@@ -167,6 +199,12 @@ TEST(CheckpointCalls, ParentsOfANewDirectoryAreSynced) {
       ASSERT_EQ(::stat((folder / parent).c_str(), &status), 0);
       EXPECT_EQ(calls.synced_directories.count(status.st_ino), 1u) << parent;
     }
+    // A process that made the directory may have died before it synced the parent.
+    calls.synced_directories.clear();
+    run.save(folder / "a/b/c", false);
+    struct stat status{};
+    ASSERT_EQ(::stat((folder / "a/b").c_str(), &status), 0);
+    EXPECT_EQ(calls.synced_directories.count(status.st_ino), 1u);
   });
 }
 

@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+
+#include "checkpoint/directory_lock.h"
 #include "shardstep/load_module.h"
 #include "support/folder.h"
 #include "support/torch.h"
@@ -66,6 +70,32 @@ TEST(CheckpointSeries, ASeriesKeepsTheLastAndALinkToTheLatest) {
     EXPECT_NE(message.find("with keep_last"), std::string::npos) << message;
   });
   EXPECT_EQ(names_in(folder / ""), (std::vector<std::string>{"009", "010", "latest"}));
+}
+
+// A process died while it saved one or removed one: what is left goes with the next save, unless a
+// writer is at it or it is not ours.
+TEST(CheckpointSeries, WhatAProcessThatDiedHasLeftIsRemoved) {
+  const Folder folder;
+  run_ranks(1, [&](const ProcessGroupPtr& group) {
+    std::vector<at::Tensor> params{at::ones({100}).set_requires_grad(true)};
+    ZeroRedundancyOptimizer zero(params, AdamWOptions(0.1), ZeroOptions().process_group(group));
+    const auto save = [&](int64_t step) {
+      zero.save_checkpoint(folder / "{step}",
+                           CheckpointOptions().extra(step_of(step)).keep_last(3));
+    };
+    save(1);
+    save(2);
+    for (const auto* step : {"1", "2"}) std::filesystem::remove(folder / step + "/index.json");
+    std::filesystem::create_directories(folder / "mine");
+    std::ofstream(folder / "mine/notes.txt") << "not ours";
+    {
+      const detail::DirectoryLock lock(folder / "2");
+      save(3);
+    }
+    EXPECT_EQ(names_in(folder / ""), (std::vector<std::string>{"2", "3", "latest", "mine"}));
+    save(4);
+  });
+  EXPECT_EQ(names_in(folder / ""), (std::vector<std::string>{"3", "4", "latest", "mine"}));
 }
 
 }  // namespace

@@ -72,6 +72,15 @@ void write_state(const std::string& directory, const crash::DiskState& state) {
   }
 }
 
+crash::DiskState read_state(const std::string& directory) {
+  crash::DiskState state;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    std::ifstream file(entry.path(), std::ios::binary);
+    state[entry.path().filename().string()] = {std::istreambuf_iterator<char>(file), {}};
+  }
+  return state;
+}
+
 std::string names_of(const crash::DiskState& state) {
   std::string text;
   for (const auto& [name, content] : state) text += c10::str(" ", name, ":", content.size());
@@ -90,9 +99,10 @@ std::string id_in(const std::string& directory) {
   }
 }
 
-// Replays all states; prints how many there were.
-void check_states(const std::vector<crash::LoggedCall>& log, const std::string& directory,
-                  const std::string& name) {
+// Replays all states; prints how many there were. In the end the replayed directory is as the real
+// one, or a call was not logged.
+void check_states(const std::vector<crash::LoggedCall>& log, const std::string& real,
+                  const std::string& directory, const std::string& name) {
   std::vector<std::string> ids;
   for (const auto& call : log) {
     if (call.kind == crash::LoggedCall::kMark && call.name.starts_with("id ")) {
@@ -125,6 +135,7 @@ void check_states(const std::vector<crash::LoggedCall>& log, const std::string& 
     }
   }
   EXPECT_TRUE(saved);
+  EXPECT_TRUE(disk.now() == read_state(real));
   std::printf("%s: %d calls, %zu states, %zu of them different\n", name.c_str(), calls, states,
               known.size());
 }
@@ -136,7 +147,8 @@ TEST(CrashStates, AReaderGetsTheOldCheckpointOrTheNewOne) {
     const auto name =
         c10::str(save.ranks, " ranks, ", save.asynchronous ? "in the background" : "blocking", ", ",
                  save.overwrites ? "over another" : "the first");
-    const auto pid = crash::fork_process([&] { check_states(log, folder / "state", name); }, 600);
+    const auto pid = crash::fork_process(
+        [&] { check_states(log, folder / "checkpoint", folder / "state", name); }, 600);
     EXPECT_EQ(crash::status_of(pid), 0) << name;
   }
 }

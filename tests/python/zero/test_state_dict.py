@@ -495,3 +495,26 @@ def test_hooks_of_state_dict_and_load_state_dict():
         calls.clear()
     twins.zero.load_state_dict(copy.deepcopy(twins.plain.state_dict()))
     assert calls == ["loading", "loaded"]
+
+
+@ours
+@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory"])
+@on_ranks(2, 3)
+def test_state_of_another_dtype_on_one_rank_is_an_error_on_every_rank(exchange):
+    """Its bytes would be taken for those of the others' dtype."""
+    net = nn.Linear(64, 64)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.AdamW, sharding="element", exchange=exchange, lr=1e-3
+    )
+    set_gradients(net.parameters(), 0)
+    zero.step()
+    for dtype in (torch.float64, torch.float16):
+        if dist.get_rank() == 1:
+            for state in zero.optim.state.values():
+                state["exp_avg"] = state["exp_avg"].to(dtype)
+        expected = rf'"exp_avg" of parameter 0 .*one dtype.*Float.*rank 0.*on rank 1 \(rank'
+        if dist.get_rank() != 0:
+            expected = "exp_avg"
+        with pytest.raises(ValueError, match=expected):
+            zero.consolidate_state_dict(0)
+    zero.step()

@@ -47,6 +47,12 @@ void Disk::replay(const LoggedCall& call) {
   }
 }
 
+DiskState Disk::now() const {
+  DiskState state;
+  for (const auto& [name, file] : now_) state[name] = file->now;
+  return state;
+}
+
 std::vector<std::string> Disk::contents_after_failure(const File& file) {
   if (file.is_synced) return {file.now};
   auto torn = file.now;

@@ -19,6 +19,9 @@ class Disk {
  public:
   void replay(const LoggedCall& call);
 
+  // What processes see.
+  DiskState now() const;
+
   // Every state that a failure at this moment may leave: changes of names since the directory was
   // last synced have each happened or not; what was written to a file since it was synced is there,
   // lost, or there up to its middle.

@@ -5,7 +5,9 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -116,6 +118,32 @@ int logged_names(LoggedCall::Kind kind, const char* path, const char* to,
   return logged(log, [&] { return call(path, to); }, record);
 }
 
+// Calls that change files and that the log does not know: in the log's directory they would make a
+// replay wrong, so they end the process.
+void refuse(const char* call, const std::string& what) {
+  std::fprintf(stderr, "%s of %s is not logged: add it to file_calls.cpp\n", call, what.c_str());
+  std::abort();
+}
+
+void refuse_for(const char* call, int fd) {
+  if (CallLog* const log = log_of_calls; log && is_in_log_directory(log, fd)) {
+    refuse(call, "a file of the directory");
+  }
+}
+
+void refuse_for(const char* call, const char* path, int directory = AT_FDCWD) {
+  CallLog* const log = log_of_calls;
+  if (!log || !path) return;
+  std::string whole = path;
+  if (!whole.starts_with('/') && directory != AT_FDCWD) {
+    char target[4096];
+    const auto link = "/proc/self/fd/" + std::to_string(directory);
+    const auto size = ::readlink(link.c_str(), target, sizeof(target));
+    if (size > 0) whole = std::string(target, static_cast<size_t>(size)) + "/" + whole;
+  }
+  if (!log->name_of(whole.c_str()).empty()) refuse(call, whole);
+}
+
 }  // namespace
 
 CallLog::CallLog(std::string directory) : directory_(std::move(directory)) {
@@ -200,6 +228,7 @@ using shardstep::crash::is_in_log_directory;
 using shardstep::crash::log_of_calls;
 using shardstep::crash::LoggedCall;
 using shardstep::crash::next;
+using shardstep::crash::refuse_for;
 
 // The library finds these before the C library's.
 extern "C" {
@@ -214,6 +243,7 @@ int open(const char* path, int flags, ...) {
   CallLog* const log = log_of_calls;
   LoggedCall record;
   if (log && (flags & O_CREAT) != 0) record.name = log->name_of(path);
+  if ((flags & O_TRUNC) != 0) refuse_for("open(O_TRUNC)", path);
   if (record.name.empty()) return real(path, flags, mode);
   CallLog::Turn turn(log);
   const bool existed = ::access(path, F_OK) == 0;
@@ -259,6 +289,7 @@ int fsync(int fd) {
       return -1;
     }
     calls.synced_directories.insert(status.st_ino);
+    ::usleep(1000 * calls.directory_sync_ms);
   }
   auto* const real = next<int(int)>("fsync");
   CallLog* const log = log_of_calls;
@@ -291,5 +322,77 @@ int unlink(const char* path) noexcept {
   return shardstep::crash::logged_names(
       LoggedCall::kUnlink, path, nullptr,
       [](const char* a, const char*) { return next<int(const char*)>("unlink")(a); });
+}
+
+// What the library does not use, lest it begins to without the log.
+int openat(int directory, const char* path, int flags, ...) {
+  std::va_list arguments;
+  va_start(arguments, flags);
+  const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  if ((flags & O_ACCMODE) != O_RDONLY) refuse_for("openat", path, directory);
+  return next<int(int, const char*, int, mode_t)>("openat")(directory, path, flags, mode);
+}
+FILE* fopen(const char* path, const char* mode) {
+  if (std::string_view(mode).find_first_of("wa+") != std::string_view::npos) {
+    refuse_for("fopen", path);
+  }
+  return next<FILE*(const char*, const char*)>("fopen")(path, mode);
+}
+FILE* fopen64(const char* path, const char* mode) {
+  if (std::string_view(mode).find_first_of("wa+") != std::string_view::npos) {
+    refuse_for("fopen64", path);
+  }
+  return next<FILE*(const char*, const char*)>("fopen64")(path, mode);
+}
+int remove(const char* path) noexcept {
+  refuse_for("remove", path);
+  return next<int(const char*)>("remove")(path);
+}
+int unlinkat(int directory, const char* path, int flags) noexcept {
+  refuse_for("unlinkat", path, directory);
+  return next<int(int, const char*, int)>("unlinkat")(directory, path, flags);
+}
+int renameat(int from_directory, const char* from, int to_directory, const char* to) noexcept {
+  refuse_for("renameat", from, from_directory);
+  refuse_for("renameat", to, to_directory);
+  return next<int(int, const char*, int, const char*)>("renameat")(from_directory, from,
+                                                                   to_directory, to);
+}
+int symlink(const char* to, const char* path) noexcept {
+  refuse_for("symlink", path);
+  return next<int(const char*, const char*)>("symlink")(to, path);
+}
+int mkdir(const char* path, mode_t mode) noexcept {
+  refuse_for("mkdir", path);
+  return next<int(const char*, mode_t)>("mkdir")(path, mode);
+}
+int rmdir(const char* path) noexcept {
+  refuse_for("rmdir", path);
+  return next<int(const char*)>("rmdir")(path);
+}
+int truncate(const char* path, off_t size) noexcept {
+  refuse_for("truncate", path);
+  return next<int(const char*, off_t)>("truncate")(path, size);
+}
+int ftruncate(int fd, off_t size) noexcept {
+  struct stat status{};
+  const bool changes = ::fstat(fd, &status) != 0 || status.st_size != size;
+  if (changes) refuse_for("ftruncate", fd);
+  return next<int(int, off_t)>("ftruncate")(fd, size);
+}
+ssize_t writev(int fd, const struct iovec* parts, int count) {
+  refuse_for("writev", fd);
+  return next<ssize_t(int, const struct iovec*, int)>("writev")(fd, parts, count);
+}
+ssize_t copy_file_range(int from, off_t* from_at, int to, off_t* to_at, size_t size,
+                        unsigned flags) {
+  refuse_for("copy_file_range", to);
+  return next<ssize_t(int, off_t*, int, off_t*, size_t, unsigned)>("copy_file_range")(
+      from, from_at, to, to_at, size, flags);
+}
+ssize_t sendfile(int to, int from, off_t* at, size_t size) noexcept {
+  refuse_for("sendfile", to);
+  return next<ssize_t(int, int, off_t*, size_t)>("sendfile")(to, from, at, size);
 }
 }

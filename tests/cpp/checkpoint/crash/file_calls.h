@@ -2,7 +2,7 @@
 
 // The calls by which the library reaches files, intercepted: a process can be killed at one of
 // them, calls can fail, and calls of several processes can be logged in the order in which they
-// were made.
+// were made. A call that the log does not know ends a process that logs.
 
 #include <sys/types.h>
 
@@ -23,6 +23,7 @@ struct Calls {
   std::atomic<bool> next_is_interrupted{true};
   std::atomic<bool> no_directory_sync{false};  // once the index has its name
   std::atomic<bool> index_has_its_name{false};
+  std::atomic<int> directory_sync_ms{0};  // how long each takes
   std::atomic<int> opened_shards{0};
   std::atomic<int64_t> bytes_read{0};
   std::set<ino_t> synced_directories;
