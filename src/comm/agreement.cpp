@@ -12,6 +12,7 @@ namespace shardstep::detail {
 namespace {
 
 std::atomic<int64_t> next_number{0};
+constexpr int64_t kMostNumber = int64_t{1} << 48;
 
 // FNV-1a: the same on every machine, unlike std::hash.
 int64_t hash_of(const std::string& text) {
@@ -28,19 +29,31 @@ std::string join(const std::vector<std::string>& lines) {
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> lines;
-  for (size_t begin = 0, end; (end = text.find('\n', begin)) != std::string::npos;
-       begin = end + 1) {
-    lines.push_back(text.substr(begin, end - begin));
+  for (size_t begin = 0; begin < text.size(); begin += lines.back().size() + 1) {
+    lines.push_back(text.substr(begin, text.find('\n', begin) - begin));
   }
   return lines;
 }
 
+// Bytes of texts that travel; longer ones are cut. Each rank receives as much from every rank.
+constexpr int64_t kMostError = 64 << 10, kMostLines = 16 << 20;
+
+std::string cut_to(int64_t most, std::string text) {
+  if (static_cast<int64_t>(text.size()) <= most) return text;
+  const auto mark = c10::str("... (cut: ", text.size(), " bytes)");
+  auto size = static_cast<size_t>(most) - mark.size();
+  // Not within a character of UTF-8.
+  while (size > 0 && (static_cast<unsigned char>(text[size]) & 0xc0) == 0x80) --size;
+  return text.substr(0, size) + mark;
+}
+
+int64_t check_size(const ProcessGroupPtr& group, int rank, int64_t size, int64_t most) {
+  return PeerInput(group, rank).check("the size of a text", size, 0, most);
+}
+
+// REQUIRES: sizes that were checked, and the same on all ranks.
 std::vector<std::string> all_gather_text(const ProcessGroupPtr& group, const std::string& own,
                                          const std::vector<int64_t>& sizes) {
-  constexpr int64_t kMostText = int64_t{1} << 30;
-  for (size_t rank = 0; rank < sizes.size(); ++rank) {
-    PeerInput(group, static_cast<int>(rank)).check("the size of a text", sizes[rank], 0, kMostText);
-  }
   const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
   auto padded = at::zeros({longest}, at::kByte);
   std::copy(own.begin(), own.end(), padded.data_ptr<uint8_t>());
@@ -137,9 +150,10 @@ int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& line
     if (error) std::rethrow_exception(error);
     return next_number++;
   }
-  const std::string text = error ? message_of(error) : join(lines);
+  const std::string whole = error ? message_of(error) : join(lines);
+  const std::string text = cut_to(error ? kMostError : kMostLines, whole);
   const auto summary =
-      at::tensor({error ? 0 : hash_of(text), static_cast<int64_t>(error != nullptr),
+      at::tensor({error ? 0 : hash_of(whole), static_cast<int64_t>(error != nullptr),
                   static_cast<int64_t>(text.size()), next_number.load()},
                  at::kLong);
   SHARDSTEP_FAILURE_POINT("agreement: asks");
@@ -147,14 +161,17 @@ int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& line
   SHARDSTEP_FAILURE_POINT("agreement: heard");
   bool same = true;
   std::optional<int> failed;
-  std::vector<int64_t> sizes;
+  std::vector<int64_t> sizes, error_sizes;
   int64_t number = 0;
   for (int rank = 0; rank < group->getSize(); ++rank) {
     const auto* fields = summaries[rank].const_data_ptr<int64_t>();
     same = same && fields[0] == summaries[0].const_data_ptr<int64_t>()[0];
-    if (fields[1] != 0 && !failed) failed = rank;
-    sizes.push_back(fields[2]);
-    number = std::max(number, fields[3]);
+    const bool has_failed = fields[1] != 0;
+    if (has_failed && !failed) failed = rank;
+    sizes.push_back(check_size(group, rank, fields[2], has_failed ? kMostError : kMostLines));
+    error_sizes.push_back(has_failed ? sizes.back() : 0);
+    const PeerInput peer(group, rank);
+    number = std::max(number, peer.check("the number of an agreement", fields[3], 0, kMostNumber));
   }
   // Beyond every rank's, so that no rank ever gets a number twice.
   for (int64_t seen = next_number; seen <= number;) {
@@ -162,7 +179,8 @@ int64_t agree(const ProcessGroupPtr& group, const std::vector<std::string>& line
   }
   if (same && !failed) return number;
 
-  const auto texts = all_gather_text(group, text, sizes);
+  const auto texts = failed ? all_gather_text(group, error ? text : "", error_sizes)
+                            : all_gather_text(group, text, sizes);
   if (error) std::rethrow_exception(error);
   TORCH_CHECK_VALUE(!failed, "shardstep: rank ", *failed, " failed with: ", texts[*failed],
                     who(group));
@@ -178,7 +196,7 @@ std::optional<Failure> first_failure(const ProcessGroupPtr& group,
     is_value_error = true;
   } catch (...) {
   }
-  const auto text = error ? message_of(error) : "";
+  const auto text = error ? cut_to(kMostError, message_of(error)) : "";
   if (group->getSize() == 1) {
     if (!error) return std::nullopt;
     return Failure{0, text, is_value_error};
@@ -193,7 +211,7 @@ std::optional<Failure> first_failure(const ProcessGroupPtr& group,
   for (int rank = 0; rank < group->getSize(); ++rank) {
     const auto* fields = summaries[rank].const_data_ptr<int64_t>();
     if (fields[0] != 0 && !failure) failure = Failure{rank, "", fields[1] != 0};
-    sizes.push_back(fields[2]);
+    sizes.push_back(check_size(group, rank, fields[2], kMostError));
   }
   if (failure) failure->message = all_gather_text(group, text, sizes)[failure->rank];
   return failure;

@@ -37,6 +37,7 @@ class MessageTag {
  public:
   static constexpr int kKindBits = 3, kNumberBits = 16;
   static constexpr int kBits = kKindBits + kNumberBits;
+  static constexpr int kMost = (1 << kBits) - 1;
 
   // Throws if `number` is too large for a tag.
   MessageTag(MessageKind kind, int64_t number)
@@ -50,7 +51,7 @@ class MessageTag {
 
   static MessageTag bucket(int64_t number) { return {MessageKind::kBucket, number}; }
 
-  // From 0 to 2^kBits - 1.
+  // From 0 to kMost.
   int value() const { return value_; }
 
  private:

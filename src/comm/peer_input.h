@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <string>
 
 #include "launch/who.h"
 #include "shardstep/process_group.h"
@@ -16,21 +17,25 @@ namespace shardstep::detail {
 class PeerInput {
  public:
   PeerInput(const ProcessGroupPtr& group, int from) : group_(group), from_(from) {}
+  // For what any rank may have written.
+  explicit PeerInput(const ProcessGroupPtr& group) : PeerInput(group, -1) {}
 
   // The number, if it is at least `least` and at most `most`; else throws.
   int64_t check(const char* what, int64_t number, int64_t least, int64_t most) const {
-    TORCH_CHECK(least <= number && number <= most, "shardstep: expected ", what, " of rank ", from_,
+    TORCH_CHECK(least <= number && number <= most, "shardstep: expected ", what, " of ", from(),
                 " to be from ", least, " to ", most, ", got ", number,
                 "; its memory is damaged, or it runs another version", who(group_));
     return number;
   }
   // Throws unless `good`, which says whether `what` can be.
   void require(bool good, const char* what) const {
-    TORCH_CHECK(good, "shardstep: got ", what, " from rank ", from_,
+    TORCH_CHECK(good, "shardstep: got ", what, " from ", from(),
                 "; its memory is damaged, or it runs another version", who(group_));
   }
 
  private:
+  std::string from() const { return from_ < 0 ? "some rank" : c10::str("rank ", from_); }
+
   const ProcessGroupPtr& group_;
   int from_;
 };

@@ -14,6 +14,7 @@
 #include <unordered_set>
 
 #include "comm/agreement.h"
+#include "comm/peer_input.h"
 #include "launch/chosen_group.h"
 #include "launch/who.h"
 #include "torch_versions.h"
@@ -185,8 +186,12 @@ struct DistributedDataParallelBase::Impl {
   void watch_first_backward(const std::vector<at::Tensor*>& outputs);
   void sink(const std::vector<at::Tensor*>& outputs);
   at::Tensor start_plan(bool gradients, c10::intrusive_ptr<c10d::Work>& work) const;
-  int source_in(const at::Tensor& plan) const {
-    return group->getSize() - static_cast<int>(plan[kSource].item<int64_t>());
+  // Sent so that the maximum over the ranks is that of the first rank. Zero: none.
+  int64_t as_source(int rank) const { return group->getSize() - rank; }
+  int source_in(const at::Tensor& sent) const {
+    const int64_t number = detail::PeerInput(group).check(
+        "the rank to broadcast from", sent.item<int64_t>(), 1, group->getSize());
+    return group->getSize() - static_cast<int>(number);
   }
 
   void shadow();
@@ -336,7 +341,7 @@ at::Tensor DistributedDataParallelBase::Impl::start_plan(
   plan[kRebuild] = static_cast<int64_t>(at::GradMode::is_enabled());
   plan[kBuffers] = static_cast<int64_t>(sends_buffers());
   plan[kGradients] = static_cast<int64_t>(gradients);
-  plan[kSource] = group->getSize() - group->getRank();
+  plan[kSource] = as_source(group->getRank());
   std::vector<at::Tensor> message{plan.to(params[0].device())};
   work = group->allreduce(message, {.reduceOp = c10d::ReduceOp::MAX});
   return message[0];
@@ -355,7 +360,7 @@ void DistributedDataParallelBase::Impl::shadow() {
               "shardstep: expected an input on every rank in the first iteration of a static graph",
               who(group));
   if (says(kRebuild)) rebuild_buckets();
-  if (says(kBuffers)) broadcast(tensors(false, true), source_in(plan));
+  if (says(kBuffers)) broadcast(tensors(false, true), source_in(plan[kSource]));
   buffers_due = says(kGradients);
   if (!says(kGradients)) return;
   shadow_gradients();
@@ -396,12 +401,11 @@ void DistributedDataParallelBase::Impl::shadow_gradients() {
 
 void DistributedDataParallelBase::Impl::follow_last_joiner(bool is_last_joiner) {
   for (const auto& hook : forward_pre_hooks) hook();
-  auto candidate = at::full({1}, is_last_joiner ? group->getSize() - group->getRank() : 0,
+  auto candidate = at::full({1}, is_last_joiner ? as_source(group->getRank()) : 0,
                             at::TensorOptions().dtype(at::kLong).device(params[0].device()));
   std::vector<at::Tensor> message{candidate};
   group->allreduce(message, {.reduceOp = c10d::ReduceOp::MAX})->wait();
-  const int source = group->getSize() - static_cast<int>(message[0].item<int64_t>());
-  broadcast(tensors(true, options.broadcast_buffers()), source);
+  broadcast(tensors(true, options.broadcast_buffers()), source_in(message[0]));
 }
 
 DistributedDataParallelBase::DistributedDataParallelBase(
@@ -429,7 +433,7 @@ void DistributedDataParallelBase::before_forward() {
     if (impl.sends_buffers() || (gradients && impl.graph_unknown())) {
       work->wait();
       plan = plan.cpu();
-      source = impl.source_in(plan);
+      source = impl.source_in(plan[kSource]);
       TORCH_CHECK(
           !(gradients && impl.graph_unknown() && plan[kUnprepared].item<int64_t>() != 0),
           "shardstep: expected an input on every rank in the first iteration of a static graph",

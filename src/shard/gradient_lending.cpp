@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "comm/agreement.h"
+#include "comm/peer_input.h"
 #include "launch/who.h"
 
 namespace shardstep {
@@ -17,6 +18,10 @@ std::vector<bool> lent_params(const ShardEngine& engine, int from, int to) {
   engine.control().transfer({has_gradient}, from, to, ControlMessage::kLentGradients)->wait();
   has_gradient = has_gradient.cpu();
   flags = has_gradient.mutable_data_ptr<uint8_t>();
+  const detail::PeerInput peer(engine.process_group(), from);
+  for (int64_t i = 0; i < engine.param_count(); ++i) {
+    peer.check("whether a gradient is lent", flags[i], 0, 1);
+  }
   return std::vector<bool>(flags, flags + engine.param_count());
 }
 

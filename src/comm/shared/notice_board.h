@@ -13,7 +13,8 @@
 namespace shardstep::detail {
 
 struct Notice {
-  int64_t key;  // 0: free
+  int64_t key;    // 0: free
+  int64_t maker;  // the rank that has posted it
   SegmentOffer offer;
   int64_t error;    // why there is none
   int64_t to_come;  // ranks that have not opened it yet

@@ -1,6 +1,7 @@
 #include "comm/shared/piece_sums.h"
 
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,6 +11,17 @@
 #include "failure_points.h"
 
 namespace shardstep::detail {
+
+namespace {
+
+// Pieces that fit into half of this host's memory. The ranks that sent them have what they copied,
+// and parameters of that size.
+int64_t pieces_in_half_the_memory(int64_t piece_bytes) {
+  static const int64_t bytes = int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGE_SIZE);
+  return bytes / 2 / piece_bytes;
+}
+
+}  // namespace
 
 PieceSums::PieceSums(std::shared_ptr<SharedMemory> shared, int64_t key)
     : shared_(std::move(shared)),
@@ -226,6 +238,7 @@ std::vector<int> PieceSums::take_notes() {
     while (const auto note = queue.pop(read_[from].notes)) {
       peer.require(note->slot < kSlots && (noted_[from] >> note->slot & 1) == 0,
                    "a note of a slot that cannot be");
+      peer.check("the tag of a note", note->tag, 0, MessageTag::kMost);
       noted_[from] |= SlotSet{1} << note->slot;
       auto& arrived = arrived_[note->tag];
       arrived.resize(shared_->world_size());
@@ -289,8 +302,11 @@ void PieceSums::add_up_piece(PieceSum& sum, Arrived& arrived) {
     if (rank == shared_->rank()) continue;
     const auto piece = std::move(arrived[rank].front());
     arrived[rank].pop_front();
-    if (piece.moved.defined()) continue;
-    return_slot(rank, piece.slot);
+    if (piece.moved.defined()) {
+      --moved_;
+    } else {
+      return_slot(rank, piece.slot);
+    }
   }
 }
 
@@ -313,14 +329,20 @@ void PieceSums::move_out(bool also_if_missing_is_on_its_way) {
     if (on_its_way && !also_if_missing_is_on_its_way) continue;
     for (int from = 0; from < shared_->world_size(); ++from) {
       if (activity_of(from) != kWaitsForSlots) continue;
-      for (auto& [slot, moved] : arrived[from]) {
-        if (moved.defined()) continue;
-        moved = at::empty({kPieceBytes}, at::kByte);
-        std::memcpy(moved.mutable_data_ptr(), this->slot(from, slot), kPieceBytes);
-        return_slot(from, slot);
+      for (auto& piece : arrived[from]) {
+        if (!piece.moved.defined()) move_out(from, piece);
       }
     }
   }
+}
+
+void PieceSums::move_out(int from, Piece& piece) {
+  shared_->input_of(from).require(moved_ < pieces_in_half_the_memory(kPieceBytes),
+                                  "more pieces of gradients than this host has memory for");
+  piece.moved = at::empty({kPieceBytes}, at::kByte);
+  std::memcpy(piece.moved.mutable_data_ptr(), slot(from, piece.slot), kPieceBytes);
+  ++moved_;
+  return_slot(from, piece.slot);
 }
 
 int PieceSums::missing_rank(const PieceSum& sum) const {

@@ -132,6 +132,7 @@ class PieceSums {
   void make_room(Activity activity);
   bool holds_slots() const;
   void move_out(bool also_if_missing_is_on_its_way);
+  void move_out(int from, Piece& piece);
 
   std::shared_ptr<SharedMemory> shared_;
   SegmentLayout layout_;
@@ -147,6 +148,7 @@ class PieceSums {
   std::deque<std::shared_ptr<PieceSum>> posting_;    // in the order in which they started
   std::map<int, std::shared_ptr<PieceSum>> adding_;  // by tag
   std::map<int, Arrived> arrived_;                   // by tag
+  int64_t moved_ = 0;                                // of these, out of their slots
 };
 
 }  // namespace shardstep::detail

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
@@ -113,11 +114,41 @@ void SharedMemory::close_what_all_have_opened() {
   std::erase_if(offered_, [&](const auto& offer) { return board_->find(offer.first) == nullptr; });
 }
 
+// Throws if it cannot be what its maker has posted.
+void SharedMemory::check_notice(const Notice& notice) const {
+  constexpr int64_t kMostErrno = 4095;
+  PeerInput(group_).check("the maker of shared memory", notice.maker, 0, world_size() - 1);
+  const auto maker = input_of(static_cast<int>(notice.maker));
+  maker.check("the error of shared memory", notice.error, 0, kMostErrno);
+  maker.check("the ranks that have yet to open shared memory", notice.to_come, 1, world_size() - 1);
+  if (notice.error != 0) return;
+  maker.require(notice.offer.pid == pids_[notice.maker],
+                "an offer of another process's shared memory");
+  maker.check("the descriptor of shared memory", notice.offer.descriptor, 0, INT_MAX);
+}
+
+void SharedMemory::explain_missing(int maker) const {
+  // A process that is killed closes its files a moment before it is known to be gone.
+  constexpr std::chrono::milliseconds kMoment{2000};
+  await_a_death(kMoment);
+  if (who_is_gone(maker, /*anyone=*/true)) return;
+  check_nobody_gave_up();
+  input_of(maker).require(false, "an offer of shared memory that it does not have");
+}
+
+int SharedMemory::board_holder() const {
+  const int64_t holder = board_->holder.load();
+  PeerInput(group_).check("the holder of the notice board", holder, 0, world_size());
+  return static_cast<int>(holder) - 1;
+}
+
 // Neither memory nor an error if there is no room on the board.
-Segment SharedMemory::find_or_make(NoticeBoardLock& lock, int64_t key,
-                                   const SegmentLayout& layout) {
+Segment SharedMemory::find_or_make(NoticeBoardLock& lock, int64_t key, const SegmentLayout& layout,
+                                   int& maker) {
   close_what_all_have_opened();
   if (auto* notice = board_->find(key)) {
+    check_notice(*notice);
+    maker = static_cast<int>(notice->maker);
     auto segment = notice->error == 0 ? open_segment(notice->offer, layout)
                                       : Segment{nullptr, nullptr, static_cast<int>(notice->error)};
     SHARDSTEP_FAILURE_POINT("segment: opened");
@@ -130,6 +161,7 @@ Segment SharedMemory::find_or_make(NoticeBoardLock& lock, int64_t key,
   auto* const vacant = board_->find(0);
   if (!vacant) return {};
   auto segment = make_segment(layout, vacant->offer);
+  vacant->maker = maker = rank();
   vacant->error = segment.error;
   vacant->to_come = world_size() - 1;
   SHARDSTEP_FAILURE_POINT("segment: made");
@@ -144,28 +176,27 @@ Segment SharedMemory::allocate(int64_t key, const SegmentLayout& layout, Reserve
   TORCH_INTERNAL_ASSERT(key != 0);
   Segment segment;
   SegmentOffer to_nobody;
+  int maker = rank();
   const auto done = [&] {
     NoticeBoardLock lock(*board_, rank(), [this](int holder) { return is_gone(holder); });
-    if (lock.held()) segment = find_or_make(lock, key, layout);
+    if (lock.held()) segment = find_or_make(lock, key, layout, maker);
     return segment || segment.error != 0;
   };
   if (world_size() == 1) {
     segment = make_segment(layout, to_nobody);
   } else {
-    wait_until(done, {board_->changed, [] { return 0; },
+    wait_until(done, {board_->changed, [this] { return board_holder(); },
                       [] { return std::string("a turn to share memory"); }});
   }
   if (segment && reserve_own == ReserveOwn::kNow && layout.bytes() > layout.header()) {
     segment.error = segment.reserve(layout.begin(rank()), layout.end(rank()));
   }
+  if (segment.error == ENOENT) explain_missing(maker);
   if (segment.error != 0) throw_no_room(layout.bytes(), segment.error);
   return segment;
 }
 
 void SharedMemory::throw_no_room(int64_t bytes, int error) {
-  // A process that is killed closes its files a moment before it is known to be gone.
-  constexpr std::chrono::milliseconds kMoment{2000};
-  if (error == ENOENT) await_a_death(kMoment);
   const auto lost = who_is_gone(-1, /*anyone=*/true);
   TORCH_CHECK(!lost, "shardstep: ", name_of(*lost), " has died, and its memory is gone",
               who(group_));

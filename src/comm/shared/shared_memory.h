@@ -103,7 +103,13 @@ class SharedMemory {
   // Returns when a rank of this host is gone, or after `patience`.
   void await_a_death(std::chrono::milliseconds patience) const;
   void check_nobody_gave_up() const;
-  Segment find_or_make(NoticeBoardLock& lock, int64_t key, const SegmentLayout& layout);
+  // `maker` becomes the rank that offers it.
+  Segment find_or_make(NoticeBoardLock& lock, int64_t key, const SegmentLayout& layout, int& maker);
+  void check_notice(const Notice& notice) const;
+  // Throws unless a rank has died, which explains why what `maker` offers is not there.
+  void explain_missing(int maker) const;
+  // The rank that holds the notice board; -1 if none does.
+  int board_holder() const;
   void close_what_all_have_opened();
 
   ProcessGroupPtr group_;

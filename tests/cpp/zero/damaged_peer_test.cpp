@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <barrier>
 #include <fstream>
 #include <map>
 #include <random>
@@ -11,8 +12,11 @@
 #include <thread>
 
 #include "comm/exchange.h"
+#include "comm/make_exchange.h"
 #include "comm/message_tag.h"
 #include "comm/peer_input.h"
+#include "comm/shared/notice_board.h"
+#include "shard/gradient_lending.h"
 #include "shard/shard_engine.h"
 #include "shard/state_transfer.h"
 #include "shardstep/shardstep.h"
@@ -50,39 +54,109 @@ std::vector<MappedSegment> mapped_segments() {
   return segments;
 }
 
-// Numbers that are likely to be believed, or to overflow.
-uint32_t nonsense(std::mt19937& random) {
-  const std::vector<uint32_t> likely{0, 1, 23, 24, 25, 31, 32, 33, 1u << 20, 0x7fffffffu, ~0u};
-  return random() % 2 == 0 ? likely[random() % likely.size()] : static_cast<uint32_t>(random());
+// What ranks share, as src/comm/shared lays it out; that the sizes are right is checked.
+struct Counts {  // of BucketSegment and PieceRing, by rank
+  detail::SharedCount published, fetched;
+};
+struct Note {
+  int32_t tag;
+  uint32_t slot;
+};
+struct Mailbox {  // of PieceSums, by source and owner
+  detail::SharedQueue<Note, 32> notes;
+  detail::SharedQueue<uint32_t, 32> slots_back;
+};
+struct alignas(64) Source {  // of PieceSums, by rank
+  uint32_t activity;
+};
+struct Control {  // of SharedMemory
+  struct {
+    detail::Bell raised, mail;
+    uint32_t gave_up;
+    char message[1024];
+  } ranks[kPeers];
+  detail::NoticeBoard board;
+};
+struct SumsHeader {
+  Source sources[kPeers];
+  Mailbox boxes[kPeers][kPeers];
+};
+constexpr int64_t kPartNumel = 10000, kPieceBytes = 512 * 1024;
+constexpr int64_t kPartBytes = kPartNumel * 4;
+
+// The segment of so many bytes, after its mark; null if there is not exactly one.
+char* segment_of(int64_t bytes) {
+  constexpr int64_t kMark = 64, kPage = 4096;
+  const auto mapped = (kMark + bytes + kPage - 1) / kPage * kPage;
+  char* found = nullptr;
+  int count = 0;
+  for (const auto& segment : mapped_segments()) {
+    if (static_cast<int64_t>(segment.bytes) != mapped) continue;
+    found = segment.begin + kMark;
+    ++count;
+  }
+  return count == 1 ? found : nullptr;
+}
+template <class Header>
+Header& header_of(int64_t bytes) {
+  auto* const header = segment_of(bytes);
+  TORCH_CHECK(header, "expected one segment of ", bytes, " bytes");
+  return *reinterpret_cast<Header*>(header);
+}
+Control& control() { return header_of<Control>(sizeof(Control)); }
+Counts* bucket_counts() {
+  return &header_of<Counts>(kPeers * (int64_t{sizeof(Counts)} + kPartBytes));
+}
+Counts* ring_counts() {
+  return &header_of<Counts>(kPeers * (int64_t{sizeof(Counts)} + 4 * kPieceBytes));
+}
+SumsHeader& sums() {
+  return header_of<SumsHeader>(int64_t{sizeof(SumsHeader)} + kPeers * 24 * kPieceBytes);
 }
 
-// Overwrites words of the first pages, where counts, queues and notices are.
+// A number that is no count, slot, tag or rank. One that could be is believed: what a slot holds
+// has no checksum.
+uint32_t nonsense(std::mt19937& random) {
+  const std::vector<uint32_t> likely{1u << 20, 0x7fffffffu, 0x80000000u, ~0u};
+  return random() % 2 == 0 ? likely[random() % likely.size()]
+                           : static_cast<uint32_t>(random()) | 1u << 20;
+}
+
+// Overwrites words of counts, queues and notices, but no content.
 void damage(std::mt19937& random, int words) {
-  constexpr size_t kHeaders = 16 * 1024;
-  for (const auto& segment : mapped_segments()) {
-    const size_t room = std::min(segment.bytes, kHeaders) / 4;
+  const std::vector<std::pair<char*, size_t>> headers{
+      {reinterpret_cast<char*>(&control()), sizeof(Control)},
+      {reinterpret_cast<char*>(ring_counts()), kPeers * sizeof(Counts)},
+      {reinterpret_cast<char*>(&sums()), sizeof(SumsHeader)}};
+  for (const auto& [begin, bytes] : headers) {
     for (int i = 0; i < words; ++i) {
       const uint32_t word = nonsense(random);
-      std::memcpy(segment.begin + 64 + random() % (room - 17) * 4, &word, sizeof(word));
+      std::memcpy(begin + random() % (bytes / 4) * 4, &word, sizeof(word));
     }
   }
 }
 
-// Whatever happens on the ranks, the process does not crash.
-void expect_no_crash(const std::string& what,
-                     const std::function<void(const ProcessGroupPtr&)>& body) {
+// In a forked process that must not crash; returns what each rank threw to `check`, which runs
+// there.
+using Errors = std::vector<std::string>;
+void expect_no_crash(
+    const std::string& what, const std::function<void(const ProcessGroupPtr&)>& body,
+    const std::function<void(const Errors&)>& check = [](const Errors&) {}) {
   const auto pid = test::fork_process(
       [&] {
+        Errors errors(kPeers);
         test::run_ranks(
             kPeers,
             [&](const ProcessGroupPtr& group) {
               try {
                 body(group);
               } catch (const std::exception& error) {
-                if (group->getRank() == 0) std::printf("%.160s\n", error.what());
+                errors[group->getRank()] = error.what();
               }
             },
             std::chrono::seconds(60), kShortTimeout);
+        std::printf("%.160s\n", errors[0].c_str());
+        check(errors);
       },
       90);
   EXPECT_EQ(test::status_of(pid), 0) << what;
@@ -110,18 +184,177 @@ void damaged_step(std::vector<at::Tensor>& params, ZeroRedundancyOptimizer& zero
   zero.zero_grad();
 }
 
+// Each rank raises, or has what it would have without the damage.
 TEST(DamagedPeer, NonsenseInSharedMemoryIsAnErrorAndNoCrash) {
+  constexpr int kSteps = 21;
   for (int seed : test::sample(60, 1)) {
-    expect_no_crash(c10::str("seed ", seed), [&](const ProcessGroupPtr& group) {
+    std::vector<std::vector<at::Tensor>> whole(kPeers), damaged(kPeers);
+    const auto train = [&](const ProcessGroupPtr& group, std::vector<at::Tensor>& params,
+                           bool with_damage) {
       std::mt19937 random(static_cast<unsigned>(seed));
-      std::vector<at::Tensor> params;
       auto zero = make_damaged(params, group, ExchangeKind::kSharedMemory);
-      damaged_step(params, *zero);
-      for (int round = 0; round < 20; ++round) {
-        if (group->getRank() == 1) damage(random, 1 + seed % 7);
+      for (int step = 0; step < kSteps; ++step) {
+        if (with_damage && step > 0 && group->getRank() == 1) damage(random, 1 + seed % 7);
         damaged_step(params, *zero);
       }
-    });
+    };
+    expect_no_crash(
+        c10::str("seed ", seed),
+        [&](const ProcessGroupPtr& group) { train(group, damaged[group->getRank()], true); },
+        [&](const Errors& errors) {
+          test::run_ranks(kPeers, [&](const ProcessGroupPtr& group) {
+            train(group, whole[group->getRank()], false);
+          });
+          for (int rank = 0; rank < kPeers; ++rank) {
+            if (!errors[rank].empty()) continue;
+            test::expect_equal(damaged[rank], whole[rank], c10::str("seed ", seed, " rank ", rank));
+          }
+        });
+  }
+}
+
+Parts some_parts() {
+  Parts parts(kPeers);
+  for (auto& part : parts) part = {torch::ones({kPartNumel})};
+  return parts;
+}
+
+void gather_bucket(Exchange& exchange) {
+  exchange.all_gather(some_parts(), MessageTag::bucket(1))->wait();
+}
+void gather_through_ring(Exchange& exchange) {
+  const auto parts = some_parts();
+  exchange.all_gather_and_wait({&parts});
+}
+void sum(Exchange& exchange) {
+  exchange.reduce_scatter(some_parts(), MessageTag::bucket(1))->wait();
+}
+
+struct AimedDamage {
+  const char* expected;  // in the error of rank 0
+  void (*use)(Exchange&);
+  void (*damage)();  // on rank 1
+};
+
+// Rank 1 damages what it writes for the others after a round in which all was well.
+TEST(DamagedPeer, NonsenseInACountOrQueueIsAnErrorThatNamesTheRank) {
+  const auto kCount = "got a count that cannot be from rank 1";
+  const auto kSlot = "got a note of a slot that cannot be from rank 1";
+  const auto kSlotBack = "got a slot that it did not have from rank 1";
+  const std::vector<AimedDamage> cases{
+      {kCount, gather_bucket, [] { bucket_counts()[1].published.value += 1000; }},
+      {kCount, gather_bucket, [] { bucket_counts()[1].fetched.value += 1000; }},
+      {kCount, gather_through_ring, [] { ring_counts()[1].published.value += 1000; }},
+      {kCount, gather_through_ring, [] { ring_counts()[1].fetched.value += 1000; }},
+      {"expected the notes of rank 1 to be from 0 to 24, got", sum,
+       [] { reinterpret_cast<detail::SharedCount&>(sums().boxes[1][0].notes).value += 1000; }},
+      {"expected the slots that came back of rank 1 to be from 0 to 24, got", sum,
+       [] { reinterpret_cast<detail::SharedCount&>(sums().boxes[0][1].slots_back).value += 1000; }},
+      {"expected the tag of a note of rank 1 to be from 0 to 524287, got 524288", sum,
+       [] { sums().boxes[1][0].notes.push({1 << MessageTag::kBits, 7}); }},
+      {"expected the tag of a note of rank 1 to be from 0 to 524287, got -1", sum,
+       [] { sums().boxes[1][0].notes.push({-1, 7}); }},
+      {kSlot, sum, [] { sums().boxes[1][0].notes.push({1, 24}); }},
+      {kSlot, sum,
+       [] {
+         sums().boxes[1][0].notes.push({3, 7});
+         sums().boxes[1][0].notes.push({3, 7});
+       }},
+      {kSlotBack, sum, [] { sums().boxes[0][1].slots_back.push(24); }},
+      {kSlotBack, sum, [] { sums().boxes[0][1].slots_back.push(7); }},
+      // A count that is too low is no different from a rank that is slow.
+      {"waited 2000 ms for the parts of rank 1", gather_bucket,
+       [] { bucket_counts()[1].published.value -= 5; }},
+      {"waited 2000 ms for the parameters of rank 1", gather_through_ring,
+       [] { ring_counts()[1].published.value -= 5; }},
+  };
+  for (const auto& [expected, use, damage] : cases) {
+    std::barrier in_step(kPeers);
+    expect_no_crash(
+        expected,
+        [&](const ProcessGroupPtr& group) {
+          const auto exchange = make_exchange(group, {.kind = ExchangeKind::kSharedMemory});
+          use(*exchange);
+          in_step.arrive_and_wait();
+          if (group->getRank() == 1) damage();
+          in_step.arrive_and_wait();
+          try {
+            use(*exchange);
+          } catch (const std::exception& error) {
+            exchange->give_up(error.what());
+            throw;
+          }
+        },
+        [&](const Errors& errors) {
+          EXPECT_NE(errors[0].find(expected), std::string::npos) << expected << "\n" << errors[0];
+        });
+  }
+}
+
+detail::Notice& notice_of_rank_1() {
+  for (auto& notice : control().board.notices) {
+    if (notice.key != 0 && notice.maker == 1) return notice;
+  }
+  TORCH_CHECK(false, "expected a notice of rank 1");
+}
+
+// Rank 1 makes a segment, which the others have yet to open.
+TEST(DamagedPeer, NonsenseOnTheNoticeBoardIsAnErrorThatNamesTheRank) {
+  struct Damage {
+    const char* expected;
+    void (*damage)();
+  };
+  const auto kMissing = "got an offer of shared memory that it does not have from rank 1";
+  const std::vector<Damage> cases{
+      {"expected the maker of shared memory of some rank to be from 0 to 2, got 9",
+       [] { notice_of_rank_1().maker = 9; }},
+      {"expected the error of shared memory of rank 1 to be from 0 to 4095, got 1048576",
+       [] { notice_of_rank_1().error = 1 << 20; }},
+      {"expected the ranks that have yet to open shared memory of rank 1 to be from 1 to 2, got 0",
+       [] { notice_of_rank_1().to_come = 0; }},
+      {"got an offer of another process's shared memory from rank 1",
+       [] { notice_of_rank_1().offer.pid += 1; }},
+      {"expected the descriptor of shared memory of rank 1 to be from 0 to 2147483647, got -5",
+       [] { notice_of_rank_1().offer.descriptor = -5; }},
+      {kMissing, [] { notice_of_rank_1().offer.descriptor = 0; }},
+      {kMissing, [] { notice_of_rank_1().offer.mark ^= 1; }},
+      {"expected the holder of the notice board of some rank to be from 0 to 3, got 77",
+       [] { control().board.holder = 77; }},
+      {"waited 2000 ms for a turn to share memory of rank 1",
+       [] { control().board.holder = 1 + 1; }},
+  };
+  for (const auto& [expected, damage] : cases) {
+    std::barrier in_step(kPeers);
+    expect_no_crash(
+        expected,
+        [&](const ProcessGroupPtr& group) {
+          const auto exchange = make_exchange(group, {.kind = ExchangeKind::kSharedMemory});
+          in_step.arrive_and_wait();
+          if (group->getRank() == 1) {
+            // Publishes, and waits for nobody.
+            const auto pending = exchange->all_gather(some_parts(), MessageTag::bucket(1));
+            damage();
+            in_step.arrive_and_wait();
+            in_step.arrive_and_wait();
+            return;
+          }
+          in_step.arrive_and_wait();
+          std::exception_ptr failure;
+          try {
+            gather_bucket(*exchange);
+          } catch (const std::exception& error) {
+            failure = std::current_exception();
+            exchange->give_up(error.what());
+          }
+          in_step.arrive_and_wait();
+          if (failure) std::rethrow_exception(failure);
+        },
+        [&](const Errors& errors) {
+          for (int rank : {0, 2}) {
+            EXPECT_NE(errors[rank].find(expected), std::string::npos) << expected << "\n"
+                                                                      << errors[rank];
+          }
+        });
   }
 }
 
@@ -155,6 +388,120 @@ TEST(DamagedPeer, NonsenseInACatalogueOfStateIsAnErrorAndNoCrash) {
       exchange.gather({text}, Parts(kPeers), 0, ControlMessage::kStateCatalogues)->wait();
     });
   }
+}
+
+// Takes the part of rank 1 in a collective that the others reach in the library.
+at::Tensor all_gather_by_hand(Exchange& exchange, const at::Tensor& own, ControlMessage message) {
+  auto all = at::zeros({kPeers, own.numel()}, at::kByte);
+  all[1].copy_(own);
+  Parts parts;
+  for (const auto& row : all.unbind()) parts.push_back({row});
+  exchange.all_gather(parts, message)->wait();
+  return all;
+}
+
+// What the message of a meeting over gradients holds where (ShardedGradients::Message).
+TEST(DamagedPeer, NonsenseInAMeetingOverGradientsIsAnErrorThatNamesTheRank) {
+  struct Field {
+    size_t offset;
+    int64_t number;
+    const char* expected;
+  };
+  constexpr size_t kMessage = 96, kPosts = 16;
+  const std::vector<Field> fields{
+      {8, -1, "expected the backward passes of rank 1 to be from 0 to"},
+      {16, 1 << 20, "expected the forgotten backward passes of rank 1 to be from 0 to"},
+      {48, 99, "expected the kind of a question of rank 1 to be from 0 to"},
+      {56, -7, "expected the subject of a question of rank 1 to be from 0 to"},
+      {80, -2, "expected the changes to the gradients of rank 1 to be from -1 to"},
+      {88, 1000, "expected the replaced gradient of rank 1 to be from -1 to"},
+      {kMessage, -1, "expected the posts of a bucket of rank 1 to be from 0 to"},
+      {kMessage + 8, 1 << 20, "expected the forgotten posts of a bucket of rank 1 to be from 0 to"},
+  };
+  at::Tensor honest;  // what rank 0 sends in a rehearsal
+  const auto meet = [&](const ProcessGroupPtr& group, const Field* field) {
+    std::vector<at::Tensor> params;
+    auto zero = make_damaged(params, group, ExchangeKind::kPairwise);
+    damaged_step(params, *zero);
+    if (group->getRank() != 1) {
+      zero->clip_grad_norm_(1.0);
+      return;
+    }
+    const auto buckets = zero->engine().partition().buckets().size();
+    auto own = honest.defined()
+                   ? honest.clone()
+                   : at::zeros({static_cast<int64_t>(kMessage + kPosts * buckets + params.size())},
+                               at::kByte);
+    if (field) {
+      std::memcpy(own.mutable_data_ptr<uint8_t>() + field->offset, &field->number,
+                  sizeof(field->number));
+    }
+    const auto all =
+        all_gather_by_hand(zero->engine().control(), own, ControlMessage::kGradientMeeting);
+    if (!field) honest = all[0].clone();
+  };
+  const auto pid = test::fork_process(
+      [&] {
+        const auto run = [&](const Field* field) {
+          Errors errors(kPeers);
+          test::run_ranks(
+              kPeers,
+              [&](const ProcessGroupPtr& group) {
+                try {
+                  meet(group, field);
+                } catch (const std::exception& error) {
+                  errors[group->getRank()] = error.what();
+                }
+              },
+              std::chrono::seconds(60), kShortTimeout);
+          return errors;
+        };
+        run(nullptr);
+        ASSERT_TRUE(honest.defined());
+        for (const auto& field : fields) {
+          const auto errors = run(&field);
+          for (int rank : {0, 2}) {
+            EXPECT_NE(errors[rank].find(field.expected), std::string::npos)
+                << field.expected << "\n"
+                << errors[rank];
+          }
+        }
+      },
+      90);
+  EXPECT_EQ(test::status_of(pid), 0);
+}
+
+// Rank 1, the only one with gradients, says with nonsense which ones it lends.
+TEST(DamagedPeer, NonsenseInFlagsOfLentGradientsIsAnErrorThatNamesTheRank) {
+  expect_no_crash(
+      "flags",
+      [](const ProcessGroupPtr& group) {
+        std::vector<at::Tensor> params = test::make_params();
+        ZeroRedundancyOptimizer zero(
+            params, torch::optim::AdamWOptions(0.01),
+            ZeroOptions().stage(1).process_group(group).exchange(ExchangeKind::kPairwise));
+        auto& engine = const_cast<ShardEngine&>(zero.engine());
+        if (group->getRank() != 1) {
+          lend_gradients(engine, false);
+          return;
+        }
+        std::vector<at::Tensor> own{at::full({1}, 1, at::kDouble)};
+        std::vector<std::vector<at::Tensor>> all(1);
+        for (int rank = 0; rank < kPeers; ++rank) all[0].push_back(at::empty({1}, at::kDouble));
+        engine.control_group()->allgather(all, own)->wait();
+        const auto flags = at::full({engine.param_count()}, 77, at::kByte);
+        for (int borrower : {0, 2}) {
+          engine.control().transfer({flags}, 1, borrower, ControlMessage::kLentGradients)->wait();
+        }
+      },
+      [](const Errors& errors) {
+        for (int rank : {0, 2}) {
+          EXPECT_NE(errors[rank].find(
+                        "expected whether a gradient is lent of rank 1 to be from 0 to 1, got 77"),
+                    std::string::npos)
+              << errors[rank];
+        }
+      });
 }
 
 TEST(DamagedPeer, ANumberOutOfBoundsIsNamed) {

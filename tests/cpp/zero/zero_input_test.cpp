@@ -221,6 +221,35 @@ TEST(ZeroInput, AMistakeOnOneRankIsAnErrorOnAll) {
       std::chrono::seconds(20));
 }
 
+// Every rank receives it from every rank.
+TEST(ZeroInput, AVeryLongErrorIsCutOnOtherRanks) {
+  static constexpr size_t kBytes = 300000;
+  run_ranks(
+      2,
+      [](const ProcessGroupPtr& group) {
+        auto params = make_params();
+        auto local = local_optimizer(AdamWOptions(0.01));
+        local.check_param = [&](const at::Tensor&) {
+          std::string text = "x";  // so that a character of two bytes lies across the limit
+          while (text.size() < kBytes) text += "\u00e9";
+          TORCH_CHECK_VALUE(group->getRank() == 0, text);
+        };
+        const auto message = error_of<c10::ValueError>([&] {
+          ZeroRedundancyOptimizer zero(params, local, ZeroOptions().process_group(group));
+        });
+        if (group->getRank() == 1) {
+          EXPECT_GE(message.size(), kBytes);
+          return;
+        }
+        EXPECT_NE(message.find("rank 1 failed with: x\u00e9"), std::string::npos);
+        const auto end = message.find("... (cut: 30");
+        ASSERT_NE(end, std::string::npos) << message.size();
+        EXPECT_EQ(message.substr(end - 2, 2), "\u00e9");
+        EXPECT_LT(end, size_t{70000});
+      },
+      std::chrono::seconds(20));
+}
+
 TEST(ZeroInput, AddedGroupsThatDifferChangeNothing) {
   run_ranks(
       2,
