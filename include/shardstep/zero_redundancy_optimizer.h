@@ -307,7 +307,6 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   at::Tensor update_own(const LossClosure& closure);
   void take_gradients(bool first_in_step);
   // Makes them rank 0's.
-  void broadcast(std::vector<at::Tensor> tensors);
   void check_groups() const;
   void push_options();
   void pull_options();

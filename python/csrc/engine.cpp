@@ -5,6 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings.h"
+#include "comm/collectives.h"
 #include "launch/who.h"
 #include "shard/gradient_clipping.h"
 #include "shard/gradient_lending.h"
@@ -291,6 +292,8 @@ void bind_engine(py::module_& module) {
   bind_gradients(module);
   module.def("partition", wrap_pybind_function_no_gil(partition), py::arg("sharding"),
              py::arg("world_size"), py::arg("bucket_cap_bytes"), py::arg("params"));
+  module.def("broadcast", wrap_pybind_function_no_gil(detail::broadcast), py::arg("group"),
+             py::arg("tensors"));
   module.def("default_bucket_cap_mb", &default_bucket_cap_mb, py::arg("world_size"));
   py::class_<ShardEngine, std::shared_ptr<ShardEngine>>(module, "ShardEngine")
       .def(py::init(wrap_pybind_function(

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-_PIECE_BYTES = 250 * 1024 * 1024
+from shardstep import _C
 
 
 def module_to_follow(
@@ -38,7 +37,5 @@ def describe_module(module: torch.nn.Module | None) -> str:
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: Any) -> None:
-    """Broadcasts the tensors from rank 0. Collective."""
-    some = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
-    if some:
-        dist._broadcast_coalesced(group, some, _PIECE_BYTES, 0)  # type: ignore[attr-defined]
+    """Gives rank 0's values to every rank. Collective."""
+    _C.broadcast(group, [tensor.detach() for tensor in tensors])

@@ -1,6 +1,7 @@
 #include "comm/exchange.h"
 
 #include "comm/pending_works.h"
+#include "failure_points.h"
 
 namespace shardstep {
 
@@ -34,8 +35,10 @@ std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, co
   auto pending = std::make_unique<detail::PendingWorks>(group_, watch_);
   if (rank() != to) {
     messages_->add_sent(detail::send(group_, *pending, own, to, message_tag(tag)));
+    SHARDSTEP_FAILURE_POINT("gather: sent");
     return pending;
   }
+  SHARDSTEP_FAILURE_POINT("gather: receives");
   for (int from = 0; from < world_size(); ++from) {
     if (from == to) continue;
     messages_->add_received(detail::receive(group_, *pending, into[from], from, message_tag(tag)));

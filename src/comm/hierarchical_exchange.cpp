@@ -14,6 +14,7 @@
 #include "comm/shared/sharing_exchange.h"
 #include "comm/shared/summed_reduction.h"
 #include "comm/worker.h"
+#include "failure_points.h"
 
 namespace shardstep::detail {
 namespace {
@@ -190,11 +191,13 @@ std::unique_ptr<Pending> HierarchicalExchange::all_gather(const Parts& parts, Me
     auto leaving = std::make_shared<PendingWorks>(group_, watch_);
     received = begin_receiving(bytes, tag, *arriving);
     send_errands(bytes, *leaving, tag);
+    SHARDSTEP_FAILURE_POINT("hosts gather: started");
     if (!passing_on_) passing_on_ = std::make_unique<Worker>();
     passing_on_->run(
         [arriving, leaving, sent, shared = shared_, segment = received.segment] {
           try {
             arriving->wait();
+            SHARDSTEP_FAILURE_POINT("hosts gather: arrived");
             segment->end_part();
             leaving->wait();
             shared->raise(sent->done);
@@ -292,12 +295,14 @@ void HierarchicalExchange::all_gather_and_wait(const std::vector<const Parts*>& 
   const auto arriving = receive_chunks(bytes, by_speaker[shared_->rank()]);
   PendingWorks leaving(group_, watch_);
   send_chunks(bytes, leaving);
+  SHARDSTEP_FAILURE_POINT("hosts gather: chunks sent");
   const bool alone = shared_->world_size() == 1;
   if (!alone && !ring_) ring_ = std::make_unique<PieceRing>(*shared_, SharedKey::kRing);
   const auto own = on_host(bytes);
   if (!alone) ring_->all_gather({&own});
   for (size_t c = 0; c < most; ++c) {
     if (c < arriving.size()) wait_or_give_up(*arriving[c]);
+    SHARDSTEP_FAILURE_POINT("hosts gather: passes on");
     Parts passed_on;
     for (const auto& chunks : by_speaker) {
       auto& parts = passed_on.emplace_back();

@@ -5,6 +5,8 @@
 #include <exception>
 #include <utility>
 
+#include "comm/collectives.h"
+#include "failure_points.h"
 #include "launch/who.h"
 
 namespace shardstep {
@@ -12,6 +14,9 @@ namespace {
 
 // As in torch.
 constexpr int64_t kSkewToWarnOf = 1000;
+
+// What an announcement does, in errors.
+constexpr const char* kVerb = "in a Join, comparing inputs with";
 
 using detail::who;
 
@@ -21,13 +26,21 @@ at::Tensor empty_message(int64_t count) { return at::zeros({count + 1}, at::kLon
 // An announcement under way. Its result is the number of ranks that made it.
 class Announcement : public c10d::Work {
  public:
-  Announcement(c10::intrusive_ptr<c10d::Work> work, at::Tensor message, int64_t index)
-      : work_(std::move(work)), message_(std::move(message)), index_(index) {}
+  Announcement(ProcessGroupPtr group, c10::intrusive_ptr<c10d::Work> work, at::Tensor message,
+               int64_t index)
+      : group_(std::move(group)),
+        work_(std::move(work)),
+        message_(std::move(message)),
+        index_(index) {}
   bool isCompleted() override { return work_->isCompleted(); }
   bool isSuccess() const override { return work_->isSuccess(); }
   std::exception_ptr exception() const override { return work_->exception(); }
   void synchronize() override { work_->synchronize(); }
-  bool wait(std::chrono::milliseconds timeout) override { return work_->wait(timeout); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout != kNoTimeout) return work_->wait(timeout);
+    detail::wait_for_all_ranks(group_, work_, kVerb);
+    return true;
+  }
   std::vector<at::Tensor> result() override { return {message_.narrow(0, index_, 1)}; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     return work_->getFuture()->then(
@@ -39,6 +52,7 @@ class Announcement : public c10d::Work {
   }
 
  private:
+  ProcessGroupPtr group_;
   c10::intrusive_ptr<c10d::Work> work_;
   at::Tensor message_;
   int64_t index_;
@@ -120,6 +134,7 @@ void Join::finish() {
     if (!announced) break;
     TORCH_CHECK(!options_.throw_on_early_termination(),
                 "shardstep: this rank has no more inputs, but other ranks have", who(group));
+    SHARDSTEP_FAILURE_POINT("join: heard");
     hooks_[*announced]->main_hook();
     is_last_joiner = false;
     warn_of_skew(++shadowed[*announced]);
@@ -133,7 +148,8 @@ at::Tensor Join::exchange_message() {
   auto message = empty_message(static_cast<int64_t>(hooks_.size()));
   if (options_.throw_on_early_termination()) message[-1] = 1;
   std::vector<at::Tensor> tensors{message.to(first.join_device())};
-  first.join_process_group()->allreduce(tensors)->wait();
+  const auto group = first.join_process_group();
+  detail::wait_for_all_ranks(group, group->allreduce(tensors), kVerb);
   return tensors[0].cpu();
 }
 
@@ -152,13 +168,14 @@ c10::intrusive_ptr<c10d::Work> Join::notify_join_context(Joinable& joinable) {
   message[place.index] = 1;
   std::vector<at::Tensor> tensors{message.to(joinable.join_device())};
   const auto work = group->allreduce(tensors);
+  SHARDSTEP_FAILURE_POINT("join: announced");
   if (place.throw_on_early_termination) {
-    work->wait();
+    detail::wait_for_all_ranks(group, work, kVerb);
     const auto ended = tensors[0][-1].item<int64_t>();
     TORCH_CHECK(ended == 0, "shardstep: ", ended, " of ", group->getSize(),
                 " ranks have no more inputs, and throw_on_early_termination is set", who(group));
   }
-  return c10::make_intrusive<Announcement>(work, tensors[0], place.index);
+  return c10::make_intrusive<Announcement>(group, work, tensors[0], place.index);
 }
 
 }  // namespace shardstep

@@ -5,7 +5,7 @@
 
 #include <deque>
 
-#include "comm/connection_watch.h"
+#include "comm/collectives.h"
 #include "comm/exchange.h"
 #include "ddp/overlapped_step.h"
 #include "ddp/side_streams.h"
@@ -104,7 +104,7 @@ class ReductionToOwners {
       side_streams_.run(front.buffer.device(), [&] {
         if (front.to_owners) front.to_owners->wait();
         for (const auto& work : front.works) {
-          detail::wait_for_collective(*work, zero_.process_group());
+          detail::wait_for_all_ranks(zero_.process_group(), work, "averaging over");
         }
         SHARDSTEP_FAILURE_POINT("owners: reduced");
         front.future->markCompleted(front.buffer);

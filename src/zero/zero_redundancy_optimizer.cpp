@@ -4,12 +4,12 @@
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <typeinfo>
 #include <unordered_set>
 
 #include "checkpoint/checkpointer.h"
 #include "comm/agreement.h"
+#include "comm/collectives.h"
 #include "launch/chosen_group.h"
 #include "launch/who.h"
 #include "shard/gradient_clipping.h"
@@ -156,7 +156,7 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup
   for (const auto& param : module_->parameters()) {
     if (!has(param)) others.push_back(param);
   }
-  broadcast(std::move(others));
+  detail::broadcast(process_group(), others);
 }
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<at::Tensor> params,
@@ -417,15 +417,9 @@ void ZeroRedundancyOptimizer::take_gradients(bool first_in_step) {
   if (lends) lend_gradients(*engine_, !has_joined_);
   engine_->before_step();
   // Here every rank is, or none: later one might have failed.
-  if (first_in_step && module_ && broadcast_buffers_) broadcast(module_->buffers());
-}
-
-void ZeroRedundancyOptimizer::broadcast(std::vector<at::Tensor> tensors) {
-  constexpr size_t kPieceBytes = 250 * 1024 * 1024;
-  at::NoGradGuard no_grad;
-  std::erase_if(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; });
-  if (tensors.empty() || world_size() == 1) return;
-  c10d::broadcast_coalesced(process_group(), tensors, kPieceBytes, 0);
+  if (first_in_step && module_ && broadcast_buffers_) {
+    detail::broadcast(process_group(), module_->buffers());
+  }
 }
 
 void ZeroRedundancyOptimizer::announce() {

@@ -126,5 +126,19 @@ TEST(BrokenMessage, OfACollectiveIsAnErrorSoon) {
   });
 }
 
+// A module's buffers.
+TEST(BrokenMessage, OfBuffersIsAnErrorSoon) {
+  expect_the_other_raises_soon([](const ProcessGroupPtr& group, const ReceivedBytes& received) {
+    const auto module = std::make_shared<torch::nn::Module>();
+    auto param = module->register_parameter("param", torch::ones({1}));
+    module->register_buffer("buffer", group->getRank() == 1
+                                          ? received.tensor().view(at::kFloat)
+                                          : torch::full({kTransferBytes / 4}, 0.1));
+    ZeroRedundancyOptimizer(
+        {param}, torch::optim::SGDOptions(0.1),
+        ZeroOptions().process_group(group).exchange(ExchangeKind::kNative).stage(2).module(module));
+  });
+}
+
 }  // namespace
 }  // namespace shardstep

@@ -23,8 +23,8 @@ def train_until_death(
 ) -> tuple[str, float]:
     """The error that a survivor gets, and after how many seconds of training.
 
-    The ranks in `lost` die in step 3: in "forward" (after it), "backward", "after backward" or
-    "update".
+    The ranks in `lost` die in step 3: in "forward" (after it), "backward", "after backward",
+    "buffers" or "update".
     """
     begin = time.monotonic()
     try:
@@ -36,6 +36,8 @@ def train_until_death(
                 die()
             elif dies and where == "backward":
                 net.first.weight.register_hook(die)
+            elif dies and where == "buffers":
+                net.buffers = die  # read when they are sent
             elif dies and where == "update":
                 zero.optim.step = die
             loss.backward()
