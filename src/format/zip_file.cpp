@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <string_view>
 
 namespace shardstep::detail {
@@ -148,12 +149,18 @@ class CheckedFile : public ReadAdapterInterface {
   mutable std::string_view fault_;
 };
 
+[[noreturn]] void refuse(const CheckedFile& file) {
+  TORCH_CHECK_VALUE(file.fault().empty(), file.fault());
+  TORCH_CHECK_VALUE(false, "not a zip file as torch.save writes it, or a damaged one");
+}
+
 std::unique_ptr<PyTorchStreamReader> read_directory(const std::shared_ptr<CheckedFile>& file) {
   try {
     return std::make_unique<PyTorchStreamReader>(file);
   } catch (const c10::Error&) {
-    TORCH_CHECK_VALUE(file->fault().empty(), file->fault());
-    TORCH_CHECK_VALUE(false, "not a zip file as torch.save writes it, or a damaged one");
+    refuse(*file);
+  } catch (const std::out_of_range&) {  // a version of too many digits
+    refuse(*file);
   }
 }
 
