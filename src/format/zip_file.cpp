@@ -16,15 +16,16 @@ using caffe2::serialize::FileAdapter;
 using caffe2::serialize::PyTorchStreamReader;
 using caffe2::serialize::ReadAdapterInterface;
 
-// An entry of the directory: this signature, at 20 and 24 the record's bytes in the file and when
-// read, at 28, 30 and 32 the lengths of the name, the extra fields and the comment, which follow at
-// 46, at 38 the attributes. Numbers are little-endian.
+// An entry of the directory: this signature, at 10 how the record is compressed, at 20 and 24 its
+// bytes in the file and when read, at 28, 30 and 32 the lengths of the name, the extra fields and
+// the comment, which follow at 46, at 38 the attributes. Numbers are little-endian.
 constexpr std::string_view kEntrySignature = "PK\1\2";
 constexpr size_t kEntryBytes = 46;
 // An extra field: its kind, its length, its content. This kind has those of the two sizes that are
 // kSeeExtra in the entry, 8 bytes each, first the one when read.
 constexpr uint64_t kZip64 = 1;
 constexpr uint64_t kSeeExtra = 0xffffffff;
+constexpr uint64_t kStored = 0;       // not compressed
 constexpr uint64_t kIsFolder = 0x10;  // among the attributes
 // The end record of a zip64 file: this signature, at 40 and 48 the directory's size and offset. The
 // other end record needs no check: the sum of its numbers, of 32 bits, cannot wrap in the reader.
@@ -87,7 +88,11 @@ std::string_view fault_of_directory(std::string_view directory, uint64_t file_si
       return "a record is larger than the file, which is damaged, or compressed, as torch.save "
              "does not write it";
     }
-    // Torch's reader would report success, and leave the caller's memory as it was.
+    // In these cases torch's reader reports success, and leaves the caller's memory as it was; of
+    // compressed records, if they are damaged.
+    if (number_at(directory, 10, 2) != kStored && sizes.when_read > 0) {
+      return "a record is compressed, as torch.save does not write it";
+    }
     const bool is_skipped =
         sizes.in_file == 0 || is_folder(directory, directory.substr(kEntryBytes, name));
     if (is_skipped && sizes.when_read > 0) {

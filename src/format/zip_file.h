@@ -13,7 +13,7 @@
 namespace shardstep::detail {
 
 // Throws ValueError unless it is a zip file of which no record is larger than the file, and no
-// record with contents is one that the reader skips.
+// record with contents is one that the reader may leave unread.
 std::unique_ptr<caffe2::serialize::PyTorchStreamReader> open_zip(const std::string& path);
 
 }  // namespace shardstep::detail

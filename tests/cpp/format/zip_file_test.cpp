@@ -214,6 +214,18 @@ TEST_F(ZipFile, ARecordMarkedAsAFolderOrAsEmptyIsRefused) {
   expect_refused(refusal_of(zip));
 }
 
+// Nor does it report that what was compressed is damaged.
+TEST_F(ZipFile, ACompressedRecordIsRefused) {
+  const auto written = this->written();
+  for (const char* record : {"version", "data.pkl", "data/0"}) {
+    SCOPED_TRACE(record);
+    Zip zip = written;
+    zip.put(zip.entry(record) + 10, bytes_of<uint16_t>(8));
+    const auto error = refusal_of(zip);
+    EXPECT_NE(error.find("a record is compressed"), std::string::npos) << error;
+  }
+}
+
 // As zip tools add them for folders.
 TEST_F(ZipFile, AnEmptyRecordMarkedAsAFolderIsIgnored) {
   write_zip({{"data.pkl", pickled_dict({"a"}, 1)}, {"data/a", "1234"}, {"data/", ""}});
