@@ -6,17 +6,20 @@ of the episodes another number of ranks. Checked are:
 
 - each loss of each run: to the bit where the number of ranks stays the same, else within
   TOLERANCE, because the number of ranks changes the order in which gradients are summed;
-- that the ranks that were not killed end by an error soon, and do not hang;
+- that the ranks that were not killed end by an error soon, and do not hang; without one end only
+  those that have made the last step, which none does before rank 0 has logged it;
 - that a run goes on from the last checkpoint that had to be complete, or a later one;
 - that a run which makes the last save leaves nothing but that checkpoint.
 
 The seed, which --seed repeats, decides what happens to whom and after which step; how far the
-others are at that moment is up to the machine.
+others are at that moment is up to the machine. The minutes begin after the runs without accidents,
+with which the others are compared.
 """
 
 import argparse
 import csv
 import dataclasses
+import math
 import os
 import random
 import re
@@ -34,7 +37,9 @@ RANKS = (1, 2, 3, 4)
 EVERY = 7  # steps from one save to the next
 STEPS = 140
 OPTIONS = {"layers": 1, "width": 64, "heads": 2, "context": 32, "batch": 12, "stage": 2}
-TOLERANCE = 0.02  # of a loss that falls from 4 to 2.5; measured differences are printed
+# Of a loss that falls from 4 to 2.5, by 1e-2 in a step; so a step that is lost or made twice shows.
+# Measured, between numbers of ranks that change in a training, was at most 2e-4.
+TOLERANCE = 2e-3
 PATIENCE = 90  # seconds in which ranks end after an accident; far less than the timeout
 LAUNCHER = re.compile("^(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMI|SLURM_|TORCHELASTIC_)")
 
@@ -74,6 +79,7 @@ class Run:
 
     def __init__(self, program: Path, folder: Path, ranks: int, sharding: str, checkpoint: bool):
         self.folder, self.ranks = folder, ranks
+        self.victim: int | None = None  # the rank that was killed alone
         self.log = folder / "loss.csv"
         self.log.unlink(missing_ok=True)
         options = OPTIONS | {"steps": STEPS, "every": EVERY, "sharding": sharding}
@@ -109,6 +115,11 @@ class Run:
         """Whether the ranks are connected: before, a rank waits for others until the timeout."""
         return self.output(0).stat().st_size > 0
 
+    def last_step(self) -> int:
+        """The last step that was made, by this run or before it; 0 if none is known."""
+        done = re.search(r"^resuming after step (\d+)$", self.output(0).read_text(), re.M)
+        return max(self.losses(), default=int(done[1]) if done else 0)
+
     def ended(self) -> bool:
         return all(process.poll() is not None for process in self.processes)
 
@@ -139,7 +150,7 @@ class Soak:
     def __init__(self, arguments: argparse.Namespace):
         self.program = arguments.build.resolve() / "examples" / "train_gpt"
         self.random = random.Random(arguments.seed)
-        self.end = time.monotonic() + 60 * arguments.minutes
+        self.minutes = arguments.minutes
         self.began = time.monotonic()
         self.counts = Counts()
         self.folder = Path(tempfile.mkdtemp(prefix="shardstep_soak_"))
@@ -156,7 +167,13 @@ class Soak:
                 said = run.said()
                 run.close()
                 raise SoakError(f"a run of {ranks} ranks without accidents failed:\n{said}")
-            self.reference[ranks] = run.losses()
+            losses = run.losses()
+            if len(losses) != STEPS or not all(math.isfinite(loss) for loss in losses.values()):
+                raise SoakError(
+                    f"expected {STEPS} finite losses of a run of {ranks} ranks without accidents, "
+                    f"got {losses}"
+                )
+            self.reference[ranks] = losses
         return self.reference[ranks]
 
     def fresh(self, name: str) -> Path:
@@ -185,8 +202,6 @@ class Soak:
             accident = self.disturb(run, saved)
             if not run.wait(1200 if accident == "none" else PATIENCE):
                 raise SoakError(f"ranks did not end within {PATIENCE} s of: {accident}")
-            if accident in ("none", "interrupt") and any(p.returncode for p in run.processes):
-                raise SoakError(f"ranks failed after: {accident}")
             return self.judge(run, saved, accident, exact)
         except SoakError as error:
             raise SoakError(f"{error}\n{run.said()}") from None
@@ -212,7 +227,8 @@ class Soak:
         if accident == "kill" and not run.has_met():
             accident = "power cut"  # as a launcher does, which ends all if one dies
         if accident == "kill":
-            self.random.choice(run.processes).kill()
+            run.victim = self.random.randrange(run.ranks)
+            run.processes[run.victim].kill()
             self.counts.kills += 1
         elif accident == "power cut":
             for process in run.processes:
@@ -231,23 +247,39 @@ class Soak:
         process.send_signal(signal.SIGCONT)
         self.counts.delays += 1
 
+    def judge_endings(self, run: Run, accident: str) -> None:
+        """Checks how each rank has ended."""
+        killed = -signal.SIGKILL
+        for rank, process in enumerate(run.processes):
+            ending = process.returncode
+            if ending == 0 and (accident == "interrupt" or run.last_step() == STEPS):
+                continue
+            expected: tuple[int, ...] = ()
+            if accident == "power cut":  # some may notice the death of others before their own
+                expected = (1, killed)
+            elif accident == "kill":
+                expected = (killed,) if rank == run.victim else (1,)
+            if ending not in expected:
+                raise SoakError(
+                    f"rank {rank} ended with {ending} after: {accident}, "
+                    f"when {run.last_step()} of {STEPS} steps were made"
+                )
+
     def judge(self, run: Run, saved: int, accident: str, exact: bool) -> int:
         """Checks the losses and where the run has begun; returns where the next must, at least."""
-        for rank, process in enumerate(run.processes):
-            if process.returncode not in (0, 1, -signal.SIGKILL):
-                raise SoakError(f"rank {rank} ended with {process.returncode} after: {accident}")
+        self.judge_endings(run, accident)
         losses = run.losses()
         expected = self.uninterrupted(run.ranks)
         self.counts.steps += len(losses)
         for step, loss in losses.items():
             difference = abs(loss - expected[step])
-            self.counts.difference = max(self.counts.difference, difference)
-            if difference > (0 if exact else TOLERANCE):
+            if not difference <= (0 if exact else TOLERANCE):  # of NaN, nothing is true
                 raise SoakError(f"step {step}: expected a loss of {expected[step]}, got {loss}")
+            self.counts.difference = max(self.counts.difference, difference)
         ended_well = all(process.returncode == 0 for process in run.processes)
         if not losses:
             # The last run may have been killed after its last save.
-            return STEPS if ended_well else saved
+            return run.last_step() if ended_well else saved
         first, last = min(losses), max(losses)
         if first <= saved:
             raise SoakError(f"expected the run to go on after step {saved}, it began with {first}")
@@ -266,9 +298,12 @@ class Soak:
                 self.uninterrupted(ranks)
                 self.progress(f"reference of {ranks} ranks")
             exact = True
-            while time.monotonic() < self.end:
+            end = time.monotonic() + 60 * self.minutes
+            while time.monotonic() < end:
                 self.episode(exact)
                 exact = not exact
+            if self.counts.episodes == 0 or self.counts.steps == 0:
+                raise SoakError("nothing was compared; expected --minutes to be larger")
         except SoakError as error:
             print(f"failed, see {self.folder}: {error}")
             self.progress("failed")
@@ -281,7 +316,7 @@ class Soak:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, default=ROOT / "build")
-    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--minutes", type=float, default=10, help="after the runs to compare with")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     arguments = parser.parse_args()
     print(f"soaking for {arguments.minutes:g} minutes; --seed {arguments.seed} repeats the choices")

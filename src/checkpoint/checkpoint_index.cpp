@@ -328,7 +328,7 @@ void merge_shard(std::string_view text, int rank, int64_t file_bytes, Checkpoint
   read_values(member(ours, "values", "header"), index.values);
   const auto base = static_cast<int64_t>(text.size() + sizeof(uint64_t));
   for (const auto& [name, part] : to_object(member(ours, "parts", "header"), "header").items()) {
-    const auto& entry = member(header, name.c_str(), "header");
+    const auto& entry = member(header, name, "header");
     CheckpointTensor tensor;
     tensor.dtype = dtype_named(to_string(member(entry, "dtype", name), name), name);
     shape_from_json(part, name, tensor);

@@ -227,7 +227,7 @@ Json parse_json(std::string_view text) {
   }
 }
 
-const Json& member(const Json& object, const char* key, const std::string& what) {
+const Json& member(const Json& object, const std::string& key, const std::string& what) {
   const auto found = to_object(object, what).find(key);
   TORCH_CHECK_VALUE(found != object.end(), what, ": expected the key '", key, "'");
   return *found;

@@ -30,7 +30,7 @@ std::string dump(const Json& json, const std::string& what);
 Json parse_json(std::string_view text);
 
 // Parts of an object of unknown origin. Each throws ValueError that names `what`.
-const Json& member(const Json& object, const char* key, const std::string& what);
+const Json& member(const Json& object, const std::string& key, const std::string& what);
 int64_t to_int(const Json& json, const std::string& what, int64_t least = 0);
 const std::string& to_string(const Json& json, const std::string& what);
 const Json& to_list(const Json& json, const std::string& what);

@@ -73,11 +73,67 @@ struct Zip {
   }
 };
 
+std::string pickled_text(const std::string& text) {
+  return "X" + bytes_of<int32_t>(text.size()) + text;
+}
+
+// What torch.save writes for a tensor of `numel` floats in record data/<key>.
+std::string pickled_tensor(const std::string& key, int32_t numel) {
+  const auto count = "J" + bytes_of(numel), zero = "J" + bytes_of<int32_t>(0),
+             one = "J" + bytes_of<int32_t>(1);
+  return "ctorch._utils\n_rebuild_tensor_v2\n((" + pickled_text("storage") +
+         "ctorch\nFloatStorage\n" + pickled_text(key) + pickled_text("cpu") + count + "tQ" + zero +
+         count + "\x85" + one + "\x85\x89" + "ccollections\nOrderedDict\n)RtR";
+}
+
+// A state dict of one parameter that has these tensors.
+std::string pickled_dict(const std::vector<std::string>& keys, int32_t numel) {
+  std::string pickle = "\x80\x02}(" + pickled_text("state") + "}" + pickled_text("param_groups") +
+                       "](}(" + pickled_text("params") + "]" + pickled_text("tensors") + "](";
+  for (const auto& key : keys) pickle += pickled_tensor(key, numel);
+  return pickle + "eueu.";
+}
+
 class ZipFile : public testing::Test {
  protected:
   std::string refusal_of(const Zip& zip) const {
     std::ofstream(path_, std::ios::binary) << zip.bytes;
     return refusal(path_);
+  }
+
+  // With a hole of 4 GiB before the directory, which takes no room on the disk.
+  std::string refusal_with_hole(Zip zip) const {
+    constexpr uint64_t kHole = uint64_t{1} << 32;
+    const auto directory = number_at<uint64_t>(zip.bytes, zip.bytes.rfind("PK\6\6") + 48);
+    zip.add<uint64_t>(zip.bytes.rfind("PK\6\6") + 48, kHole);
+    zip.add<uint64_t>(zip.bytes.rfind("PK\6\7") + 8, kHole);
+    zip.put(zip.bytes.rfind("PK\5\6") + 16, bytes_of(0xffffffff));
+    std::ofstream file(path_, std::ios::binary);
+    file << zip.bytes.substr(0, directory);
+    file.seekp(static_cast<std::streamoff>(directory + kHole));
+    file << zip.bytes.substr(directory);
+    file.close();
+    return refusal(path_);
+  }
+
+  // As torch.save writes a dict of one scalar tensor.
+  Zip written() const {
+    StateDict dict;
+    dict.param_groups.emplace_back().params = {0};
+    dict.state[0].insert("step", at::scalar_tensor(3.0, at::kFloat));
+    write_state_dict(dict, path_);
+    return contents();
+  }
+
+  void write_zip(const std::vector<std::pair<std::string, std::string>>& records) const {
+    caffe2::serialize::PyTorchStreamWriter zip(path_);
+    for (const auto& [name, bytes] : records) zip.writeRecord(name, bytes.data(), bytes.size());
+    zip.writeEndOfFile();
+  }
+
+  Zip contents() const {
+    std::ifstream file(path_, std::ios::binary);
+    return {{std::istreambuf_iterator<char>(file), {}}};
   }
 
   Folder folder_;
@@ -86,13 +142,7 @@ class ZipFile : public testing::Test {
 
 // Torch allocates what the directory says, for some records before anyone can ask it for sizes.
 TEST_F(ZipFile, ARecordLargerThanTheFileIsRefusedBeforeItIsAllocated) {
-  StateDict dict;
-  dict.param_groups.emplace_back().params = {0};
-  dict.state[0].insert("step", at::scalar_tensor(3.0, at::kFloat));
-  write_state_dict(dict, path_);
-  std::ifstream file(path_, std::ios::binary);
-  const Zip written{{std::istreambuf_iterator<char>(file), {}}};
-
+  const auto written = this->written();
   for (const char* record :
        {"version", ".data/serialization_id", "data.pkl", "byteorder", "data/0"}) {
     SCOPED_TRACE(record);
@@ -116,31 +166,77 @@ TEST_F(ZipFile, ARecordLargerThanTheFileIsRefusedBeforeItIsAllocated) {
   EXPECT_EQ(refusal_of(zip), "");
 }
 
-std::string pickled_text(const std::string& text) {
-  return "X" + bytes_of<int32_t>(text.size()) + text;
+// Torch allocates the directory too before it reads it, and adds its offset and size in 64 bits.
+TEST_F(ZipFile, ADirectoryOutsideTheFileIsRefusedBeforeItIsAllocated) {
+  const auto written = this->written();
+  const auto refusal_at = [&](uint64_t size, uint64_t offset) {
+    Zip zip = written;
+    zip.put(zip.bytes.rfind("PK\6\6") + 40, bytes_of(size) + bytes_of(offset));
+    return refusal_of(zip);
+  };
+  const auto end = written.bytes.rfind("PK\6\6");
+  const auto size = number_at<uint64_t>(written.bytes, end + 40);
+  const auto offset = number_at<uint64_t>(written.bytes, end + 48);
+  EXPECT_EQ(refusal_at(size, offset), "");
+  for (const auto& [size, offset] :
+       std::vector<std::pair<uint64_t, uint64_t>>{{uint64_t{1} << 31, 0 - (uint64_t{1} << 31)},
+                                                  {0xffffffff, 2 - (uint64_t{1} << 32)},
+                                                  {size, 0 - size},
+                                                  {size, written.bytes.size() - size + 1},
+                                                  {written.bytes.size() + 1, 0}}) {
+    const auto error = refusal_at(size, offset);
+    EXPECT_NE(error.find("directory is said to be outside the file"), std::string::npos) << error;
+  }
 }
 
-// What torch.save writes for a tensor of `numel` floats in record data/<key>.
-std::string pickled_tensor(const std::string& key, int32_t numel) {
-  const auto count = "J" + bytes_of(numel), zero = "J" + bytes_of<int32_t>(0),
-             one = "J" + bytes_of<int32_t>(1);
-  return "ctorch._utils\n_rebuild_tensor_v2\n((" + pickled_text("storage") +
-         "ctorch\nFloatStorage\n" + pickled_text(key) + pickled_text("cpu") + count + "tQ" + zero +
-         count + "\x85" + one + "\x85\x89" + "ccollections\nOrderedDict\n)RtR";
+TEST_F(ZipFile, AFileOfMoreThan4GiBIsRead) { EXPECT_EQ(refusal_with_hole(written()), ""); }
+
+// Torch's reader reads neither, reports success, and leaves what was in the memory before.
+TEST_F(ZipFile, ARecordMarkedAsAFolderOrAsEmptyIsRefused) {
+  const auto written = this->written();
+  const auto expect_refused = [](const std::string& error) {
+    EXPECT_NE(error.find("marked as a folder or as empty"), std::string::npos) << error;
+  };
+  for (const char* record :
+       {"version", ".data/serialization_id", "data.pkl", "byteorder", "data/0"}) {
+    SCOPED_TRACE(record);
+    Zip zip = written;
+    zip.add<uint32_t>(zip.entry(record) + 38, 0x10);
+    expect_refused(refusal_of(zip));
+    zip = written;
+    zip.set_sizes(record, 0, 0xffffffff);
+    expect_refused(refusal_with_hole(zip));
+  }
+
+  write_zip({{"data.pkl", pickled_dict({"a/"}, 1)}, {"data/ab", "1234"}});
+  auto zip = contents();
+  zip.put(zip.bytes.rfind("/data/ab"), "/data/a/");
+  expect_refused(refusal_of(zip));
+}
+
+// Nor does it report that what was compressed is damaged.
+TEST_F(ZipFile, ACompressedRecordIsRefused) {
+  const auto written = this->written();
+  for (const char* record : {"version", "data.pkl", "data/0"}) {
+    SCOPED_TRACE(record);
+    Zip zip = written;
+    zip.put(zip.entry(record) + 10, bytes_of<uint16_t>(8));
+    const auto error = refusal_of(zip);
+    EXPECT_NE(error.find("a record is compressed"), std::string::npos) << error;
+  }
+}
+
+// As zip tools add them for folders.
+TEST_F(ZipFile, AnEmptyRecordMarkedAsAFolderIsIgnored) {
+  write_zip({{"data.pkl", pickled_dict({"a"}, 1)}, {"data/a", "1234"}, {"data/", ""}});
+  EXPECT_EQ(refusal(path_), "");
 }
 
 // The reader ignores the case of names, so one record can be called by many.
 TEST_F(ZipFile, ARecordThatIsReadUnderManyNamesIsRefused) {
-  const std::vector<float> content(1000);
+  const std::string content(4000, '\0');
   const auto write = [&](const std::vector<std::string>& keys) {
-    std::string pickle = "\x80\x02}(" + pickled_text("state") + "}" + pickled_text("param_groups") +
-                         "](}(" + pickled_text("params") + "]" + pickled_text("tensors") + "](";
-    for (const auto& key : keys) pickle += pickled_tensor(key, content.size());
-    pickle += "eueu.";
-    caffe2::serialize::PyTorchStreamWriter zip(path_);
-    zip.writeRecord("data.pkl", pickle.data(), pickle.size());
-    zip.writeRecord("data/aa", content.data(), content.size() * sizeof(float));
-    zip.writeEndOfFile();
+    write_zip({{"data.pkl", pickled_dict(keys, 1000)}, {"data/aa", content}});
   };
   write({"aa", "aa"});  // one storage
   EXPECT_EQ(refusal(path_), "");

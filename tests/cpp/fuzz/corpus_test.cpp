@@ -5,7 +5,14 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <unordered_map>
+#include <vector>
 
+#include "checkpoint/fuzz/read_checkpoint.h"
 #include "fuzz/targets.h"
 
 namespace shardstep::test {
@@ -35,6 +42,37 @@ TEST_P(FuzzCorpus, SeedsAreAccepted) {
 
 INSTANTIATE_TEST_SUITE_P(Targets, FuzzCorpus, testing::ValuesIn(fuzz_targets()),
                          [](const auto& info) { return std::string(info.param.name); });
+
+template <class Body>
+std::string refusal_of(const Body& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return refusal_text(c10::ValueError(
+        {}, std::string("shardstep: cannot read a: ") +
+                (dynamic_cast<const c10::Error*>(&error)
+                     ? static_cast<const c10::Error&>(error).what_without_backtrace()
+                     : error.what())));
+  }
+  return {};
+}
+
+TEST(FuzzRefusal, IsNoErrorThatNoInputShouldCause) {
+  std::vector<int> numbers(3);
+  const auto too_large = [&] { numbers.at(numbers.size()); };
+  EXPECT_THROW(refusal_of(too_large), std::logic_error);
+  EXPECT_THROW(refusal_of([&] { numbers.resize(numbers.max_size() + 1); }), std::logic_error);
+  EXPECT_THROW(refusal_of([] { std::map<int, int>().at(0); }), std::logic_error);
+  EXPECT_THROW(refusal_of([] { std::unordered_map<int, int>().at(0); }), std::logic_error);
+  EXPECT_THROW(refusal_of([] { std::string("a").substr(2); }), std::logic_error);
+  EXPECT_THROW(refusal_of([] { std::stoull("99999999999999999999"); }), std::logic_error);
+  EXPECT_THROW(refusal_of([] { throw std::bad_alloc(); }), std::logic_error);
+  EXPECT_THROW(refusal_of([] { throw std::bad_optional_access(); }), std::logic_error);
+  EXPECT_THROW(refusal_of([] { TORCH_INTERNAL_ASSERT(false, "why"); }), std::logic_error);
+  EXPECT_THROW(refusal_text(c10::ValueError({}, "not ours")), std::logic_error);
+  EXPECT_EQ(refusal_of([] { TORCH_CHECK_VALUE(false, "expected 'vector::', got 'std::'"); }),
+            "shardstep: cannot read a: expected 'vector::', got 'std::'");
+}
 
 }  // namespace
 }  // namespace shardstep::test

@@ -2,8 +2,9 @@
 
 // Readers of what others wrote, each as a function of arbitrary bytes, for libFuzzer (`make fuzz`)
 // and for the test that replays what it has found (corpus_test.cpp). A target reads its input or
-// refuses it with one of our errors; any other exception is a defect, as is a value that cannot be
-// read back. Not thread-safe: files are at fixed places in a temporary folder of the process.
+// refuses it with one of our errors (refusal_text); any other exception is a defect, as is a value
+// that cannot be read back. Not thread-safe: files are at fixed places in a temporary folder of the
+// process.
 
 #include <string>
 #include <string_view>

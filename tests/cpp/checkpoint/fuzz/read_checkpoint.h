@@ -2,6 +2,8 @@
 
 // Reads a directory of arbitrary contents, for the fuzzers.
 
+#include <c10/util/Exception.h>
+
 #include <optional>
 #include <string>
 
@@ -14,8 +16,13 @@ struct ReadOutcome {
   std::string error;
 };
 
-// Opens, verifies and reads all of a checkpoint. Refusals are ValueErrors that start with
-// "shardstep: "; any other exception passes through.
+// The text of an error by which an input is refused. Throws std::logic_error unless it starts with
+// "shardstep: ", and if what it passes on is a failed assertion, an error of the standard library,
+// such as of an index that is too large, or a lack of memory.
+std::string refusal_text(const c10::Error& error);
+
+// Opens, verifies and reads all of a checkpoint. Refusals are ValueErrors that have a refusal_text;
+// any other exception passes through.
 ReadOutcome read_whole_checkpoint(const std::string& directory);
 
 // Whether two values are equal bit for bit, tensors also in strides.
