@@ -360,6 +360,7 @@ void bind_engine(py::module_& module) {
            py::keep_alive<0, 1>())
       .def("set_announce", &ShardEngine::set_announce)
       .def("set_joined", &ShardEngine::set_joined)
+      .def("end_join", wrap_pybind_function_no_gil(&ShardEngine::end_join))
       .def("drop_sums", wrap_pybind_function_no_gil([](ShardEngine& e) { e.drop_sums(); }))
       .def_property_readonly("gradients", &ShardEngine::gradients,
                              py::return_value_policy::reference_internal)

@@ -69,6 +69,9 @@ class _ZeROJoinHook(JoinHook):
             self.zero._has_inputs = True
             self.zero.engine.set_joined(False)
 
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.zero.engine.end_join(is_last_joiner)
+
 
 class ZeroRedundancyOptimizer(
     GroupMethods,

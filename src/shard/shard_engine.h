@@ -135,6 +135,10 @@ class SHARDSTEP_API ShardEngine {
   void set_joined(bool joined) {
     if (gradients_) gradients_->set_joined(joined);
   }
+  // Stage 2: call it on every rank when a Join ends. Collective.
+  void end_join(bool is_last_joiner) {
+    if (gradients_) gradients_->end_join(is_last_joiner);
+  }
   // Stage 2: queries and changes of the gradients; null in a group of one, where `.grad` holds
   // whole gradients.
   ShardedGradients* gradients() const { return gradients_.get(); }

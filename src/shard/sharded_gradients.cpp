@@ -1,5 +1,7 @@
 #include "shard/sharded_gradients.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -176,6 +178,20 @@ std::vector<bool> ShardedGradients::finite() {
 at::Tensor ShardedGradients::whole(std::optional<int64_t> param) {
   ask({.kind = Kind::kWhole, .which = param.value_or(kForeign)});
   return std::exchange(whole_, {});
+}
+
+void ShardedGradients::end_join(bool is_last_joiner) {
+  // Passes that wait for a step are no affair of this meeting: ranks that have joined made none.
+  const int64_t rounds = reducer_.made_round() ? -1 : reducer_.rounds();
+  const auto all = detail::all_gather_number(control_.process_group(), static_cast<double>(rounds));
+  const bool all_stepped = rounds >= 0 && std::all_of(all.begin(), all.end(), [&](double other) {
+                             return other == static_cast<double>(rounds);
+                           });
+  if (!all_stepped) return;
+  if (reducer_.has_sums()) reducer_.keep_sums();
+  set_joined(!is_last_joiner);
+  const auto after = c10::make_scope_exit([this] { set_joined(false); });
+  meet({.kind = Kind::kSettle});
 }
 
 at::Tensor ShardedGradients::own(int64_t param) {

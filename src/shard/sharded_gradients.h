@@ -63,6 +63,9 @@ class SHARDSTEP_API ShardedGradients {
   // A rank that has joined runs no code of the user's: it forgets, drops and changes gradients as
   // the first rank with inputs did.
   void set_joined(bool joined) { joined_ = joined; }
+  // At the end of a Join: what the last joiner has done to the gradients since the last step, the
+  // others do now, since it will not be done before their next one. Collective.
+  void end_join(bool is_last_joiner);
 
   // Makes the gradients final; throws on every rank unless all ranks made the same changes to them.
   // Collective.

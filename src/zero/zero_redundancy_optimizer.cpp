@@ -124,6 +124,7 @@ class StepHook : public JoinHook {
     const auto after = c10::make_scope_exit([this] { set_joined(false); });
     optimizer_.step();
   }
+  void post_hook(bool is_last_joiner) override { engine_.end_join(is_last_joiner); }
 
  private:
   void set_joined(bool joined) {

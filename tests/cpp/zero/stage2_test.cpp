@@ -468,6 +468,43 @@ TEST_P(Stage2Test, RanksThatHaveJoinedClipAlong) {
   }
 }
 
+// Rank r has r batches in one Join, and the last rank none in the next. Ranks that have joined do
+// not run the zero_grad() after the last step.
+TEST_P(Stage2Test, GradientsAreForgottenAfterTheLastStepOfAJoin) {
+  const int world_size = GetParam();
+  for (auto exchange : kExchanges) {
+    test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+      const int rank = group->getRank();
+      const auto params = test::make_params(7);
+      const auto plain_params = test::make_params(7);
+      ZeroRedundancyOptimizer zero(params, torch::optim::SGDOptions(1e-3),
+                                   options_of({.exchange = exchange}, group));
+      optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-3));
+      for (int epoch = 0; epoch < 3; ++epoch) {
+        const auto count = [&](int r) { return epoch == 1 ? world_size - 1 - r : r; };
+        Join join({zero});
+        for (int step = 0; step < count(rank); ++step) {
+          loss_of(params, rank, step).backward();
+          zero.step();
+          zero.zero_grad();
+        }
+        join.finish();
+        for (int step = 0; step + 1 < world_size; ++step) {
+          Tensors sums(params.size());
+          std::vector<Tensors> given(world_size, sums);
+          for (int other = 0; other < world_size; ++other) {
+            if (step < count(other)) given[other] = gradients_of(plain_params, other, {step});
+          }
+          add_average(given, plain_params, sums, {});
+          set_all(plain_params, sums);
+          plain.step();
+        }
+        test::expect_equal(params, plain_params, c10::str("epoch ", epoch));
+      }
+    });
+  }
+}
+
 TEST_P(Stage2Test, ClipsByValue) {
   const int world_size = GetParam();
   test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {

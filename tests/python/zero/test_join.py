@@ -490,6 +490,40 @@ def forget_nothing(net, optimizer):
     pass
 
 
+@ours
+@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory", "native"])
+@pytest.mark.parametrize(
+    "forget",
+    [
+        forget_by_the_optimizer,
+        forget_by_zeros,
+        forget_by_the_module,
+        forget_by_zeros_of_the_module,
+    ],
+)
+@pytest.mark.parametrize("sharding", ["parameter", "element"])
+@on_ranks(2, 3, timeout=30)
+def test_gradients_are_forgotten_after_the_last_step_of_a_join(sharding, forget, exchange):
+    """Ranks that have joined do not run that line; the next Join begins as under DDP."""
+    plain = ddp_net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    net = copy.deepcopy(plain.module)
+    zero = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, exchange=exchange, lr=0.1
+    )
+    rank = dist.get_rank()
+    for seed, count in enumerate([2 + rank, 4 - rank, 0 if rank == 0 else 2, 2]):
+        for model, optim, joinable in ((plain, optimizer, plain), (net, zero, zero)):
+            with Join([joinable]):
+                for batch in batches(count, seed):
+                    backward(model, batch)
+                    optim.step()
+                    forget(model, optim)
+        # Without clipping, only the order of sums differs.
+        for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 def clip_zeros(parameter):
     torch.nn.utils.clip_grad_value_([parameter], 0.02)
 
