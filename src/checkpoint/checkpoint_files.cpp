@@ -267,7 +267,7 @@ void commit_index(const std::string& directory, CheckpointIndex index) {
       merge_shard(read_shard_header(file), rank, file.size(), index);
     } catch (const c10::Error& error) {
       TORCH_CHECK(false, "shardstep: the shard ", path, " of rank ", rank,
-                  " was changed after it was written: ", error.what_without_backtrace());
+                  " cannot be part of the checkpoint: ", error.what_without_backtrace());
     }
   }
   for (auto& [name, tensor] : index.tensors) {

@@ -235,6 +235,11 @@ void check_tensor(const CheckpointIndex& index, const std::string& name,
                     " elements, got ", next);
 }
 
+std::string dtype_and_shape(const CheckpointTensor& tensor) {
+  const at::IntArrayRef shape = tensor.shape, order = tensor.order;
+  return c10::str(tensor.dtype, ' ', shape, order.empty() ? "" : c10::str(" in order ", order));
+}
+
 }  // namespace
 
 std::string shard_prefix(const std::string& id) { return c10::str("shard-", id, "-"); }
@@ -335,8 +340,9 @@ void merge_shard(std::string_view text, int rank, int64_t file_bytes, Checkpoint
     auto& whole = index.tensors.emplace(name, tensor).first->second;
     TORCH_CHECK_VALUE(
         whole.dtype == tensor.dtype && whole.shape == tensor.shape && whole.order == tensor.order,
-        name, ": expected the dtype, shape and memory order that ",
-        index.files[whole.parts.front().file].name, " has");
+        name, ": expected one dtype, shape and memory order on all ranks, got ",
+        dtype_and_shape(whole), " on rank ", index.files[whole.parts.front().file].rank, " and ",
+        dtype_and_shape(tensor), " on rank ", rank);
     const auto bytes = to_range(member(entry, "data_offsets", name), name);
     TORCH_CHECK_VALUE(bytes.begin <= file_bytes - base, name,
                       ": expected a position inside the file");

@@ -80,6 +80,27 @@ class NoRoom:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
+@on_ranks(2)
+def test_state_of_another_dtype_on_one_rank_is_refused_by_name():
+    folder = shared_folder()
+    net = nn.Linear(64, 64)
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, sharding="element", lr=1e-3)
+    step(list(net.parameters()), zero, 0)
+    zero.save_checkpoint(folder)
+    before = names(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        for state in zero.optim.state.values():
+            state["exp_avg"] = state["exp_avg"].half()
+    fails_everywhere(
+        lambda: zero.save_checkpoint(folder),
+        RuntimeError,
+        r"exp_avg.*one dtype.* on all ranks, got Float .* on rank 0 and Half .* on rank 1",
+    )
+    dist.barrier()
+    assert names(folder) == before
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "background"])
 @on_ranks(3)
 def test_no_room_on_one_rank(asynchronous):
