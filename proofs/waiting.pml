@@ -170,7 +170,7 @@ inline wait_until() {
     fi;
 #endif
 #if defined(TIMEOUT) && !defined(TIMEOUT_UNCHECKED)
-    if :: waited == 2 -> goto thrown :: else fi;
+    if :: waited == 2 -> give_up(); goto thrown :: else fi;
 #endif
     one_may_fail();
     atomic {

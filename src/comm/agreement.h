@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/exchange.h"
+#include "shardstep/export.h"
 #include "shardstep/process_group.h"
 
 namespace shardstep::detail {
@@ -22,7 +23,7 @@ std::vector<at::Tensor> all_gather(const ProcessGroupPtr& group, const at::Tenso
 std::vector<at::Tensor> all_gather(Exchange& exchange, const at::Tensor& own, MessageTag tag);
 
 // The number of every rank, by rank. Collective.
-std::vector<double> all_gather_number(const ProcessGroupPtr& group, double own);
+SHARDSTEP_API std::vector<double> all_gather_number(const ProcessGroupPtr& group, double own);
 
 // Every rank passes `lines` that should be the same on all ranks, or the error that kept it from
 // making them. If they are the same, returns a number that all ranks agree on and that none of them
@@ -50,6 +51,6 @@ std::optional<Failure> first_failure(const ProcessGroupPtr& group, const std::ex
                                 const std::exception_ptr& error);
 
 // Throws on every rank if any of them passes an error. Collective.
-void tell_every_rank(const ProcessGroupPtr& group, const std::exception_ptr& error);
+SHARDSTEP_API void tell_every_rank(const ProcessGroupPtr& group, const std::exception_ptr& error);
 
 }  // namespace shardstep::detail

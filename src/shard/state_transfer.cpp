@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <map>
 
 #include "comm/agreement.h"
@@ -56,8 +57,10 @@ class Reader {
  public:
   Reader(std::string bytes, const detail::PeerInput& peer)
       : bytes_(std::move(bytes)), peer_(peer) {}
-  // Of what it counts, each takes some bytes.
-  int64_t count() { return number("a count in a catalogue of state", 0, left()); }
+  // Of things that take at least so many bytes each.
+  int64_t count(int64_t bytes = 1) {
+    return number("a count in a catalogue of state", 0, left() / bytes);
+  }
   int64_t number(const char* what, int64_t least, int64_t most) {
     int64_t value = 0;
     std::memcpy(&value, take(sizeof(value)), sizeof(value));
@@ -67,11 +70,14 @@ class Reader {
     const int64_t size = count();
     return {take(size), static_cast<size_t>(size)};
   }
+  void end() const {
+    peer_.require(left() == 0, "a catalogue of state that goes on after its end");
+  }
 
  private:
   int64_t left() const { return static_cast<int64_t>(bytes_.size()) - at_; }
   const char* take(int64_t size) {
-    peer_.require(size <= left(), "a catalogue of optimizer state that ends early");
+    peer_.require(size <= left(), "a catalogue of state that ends early");
     at_ += size;
     return bytes_.data() + at_ - size;
   }
@@ -98,25 +104,34 @@ std::string encode(const Catalogue& catalogue) {
   return out.bytes();
 }
 
+bool can_be_of_state(at::ScalarType dtype) {
+  return dtype != at::ScalarType::Undefined && !at::isQIntType(dtype);
+}
+
 void decode_entry(Reader& in, const detail::PeerInput& peer, Entry& entry) {
   constexpr int64_t kMostElements = int64_t{1} << 50;
   entry.name = in.string();
-  entry.form = static_cast<Form>(in.number("a form of state", 0, static_cast<int64_t>(Form::kCut)));
+  entry.form = static_cast<Form>(
+      in.number("a form in a catalogue of state", 0, static_cast<int64_t>(Form::kCut)));
   entry.bytes = in.string();
-  entry.dtype = static_cast<at::ScalarType>(
-      in.number("a dtype", 0, static_cast<int64_t>(at::ScalarType::NumOptions) - 1));
-  entry.sizes.resize(in.count());
-  int64_t numel = 1;
+  entry.dtype = static_cast<at::ScalarType>(in.number(
+      "a dtype in a catalogue of state", 0, static_cast<int64_t>(at::ScalarType::NumOptions) - 1));
+  peer.require(can_be_of_state(entry.dtype),
+               "a catalogue of state with a dtype that state cannot have");
+  entry.sizes.resize(in.count(sizeof(int64_t)));
+  // Strides are products of sizes too, in which a zero counts as one.
+  int64_t product = 1, numel = 1;
   for (auto& size : entry.sizes) {
-    size = in.number("a size of state", 0, kMostElements);
-    numel = peer.check("the elements of state", size == 0 ? 0 : numel, 0,
-                       kMostElements / std::max<int64_t>(size, 1)) *
-            size;
+    size = in.number("a size in a catalogue of state", 0, kMostElements);
+    numel = size == 0 ? 0 : numel;
+    product = std::max<int64_t>(size, 1) *
+              peer.check("the elements of state in a catalogue of state", product, 0,
+                         kMostElements / std::max<int64_t>(size, 1));
   }
   if (entry.form != Form::kInline) return;
-  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(entry.dtype));
+  const auto bytes = numel * product * static_cast<int64_t>(c10::elementSize(entry.dtype));
   peer.require(static_cast<int64_t>(entry.bytes.size()) == bytes,
-               "state of another size than it says");
+               "a catalogue of state with a tensor of another size than it says");
 }
 
 // What a rank with so many slices sent.
@@ -124,11 +139,13 @@ Catalogue decode(std::string bytes, size_t slices, const detail::PeerInput& peer
   Reader in(std::move(bytes), peer);
   const auto expected = static_cast<int64_t>(slices);
   Catalogue catalogue(in.number("the slices in a catalogue of state", expected, expected));
+  constexpr int64_t kEntryNumbers = 5;
   for (auto& [has_state, entries] : catalogue) {
-    has_state = in.number("whether a slice has state", 0, 1) != 0;
-    entries.resize(in.count());
+    has_state = in.number("whether a slice has state, in a catalogue of state,", 0, 1) != 0;
+    entries.resize(in.count(kEntryNumbers * sizeof(int64_t)));
     for (auto& entry : entries) decode_entry(in, peer, entry);
   }
+  in.end();
   return catalogue;
 }
 
@@ -188,9 +205,20 @@ Catalogue catalogue_of(const Slices& slices, const EngineState& local, const Par
   return catalogue;
 }
 
-// Every rank's catalogue on `to`; nothing on other ranks. Collective.
-std::vector<Catalogue> gather_catalogues(Exchange& exchange, const Partition& partition,
-                                         const Catalogue& own, int to) {
+// Runs what may fail on one rank alone, and throws on every rank if it does. Collective.
+void run_and_tell(const ShardEngine& engine, const std::function<void()>& body) {
+  std::exception_ptr error;
+  try {
+    body();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  detail::tell_every_rank(engine.control_group(), error);
+}
+
+// The text of every other rank's catalogue on `to`; nothing on other ranks. Collective.
+Parts gather_catalogues(const ShardEngine& engine, const Catalogue& own, int to) {
+  Exchange& exchange = engine.control();
   const auto& group = exchange.process_group();
   const auto device = detail::control_device(group);
   const auto text = encode(own);
@@ -199,31 +227,26 @@ std::vector<Catalogue> gather_catalogues(Exchange& exchange, const Partition& pa
   const auto size = at::full({1}, text_tensor.numel(), at::kLong).to(device);
 
   Parts sizes(group->getSize()), texts(group->getSize());
-  const bool target = group->getRank() == to;
   for (auto& part : sizes) part = {at::empty_like(size)};
   exchange.gather({size}, sizes, to, ControlMessage::kStateSizes)->wait();
-  for (int rank = 0; target && rank < group->getSize(); ++rank) {
-    if (rank == to) continue;
-    constexpr int64_t kMostText = int64_t{1} << 36;
-    const int64_t bytes = detail::PeerInput(group, rank)
-                              .check("the size of a catalogue of state",
-                                     sizes[rank][0].item<int64_t>(), 0, kMostText);
-    texts[rank] = {at::empty({bytes}, at::TensorOptions(at::kByte).device(device))};
-  }
-  exchange.gather({text_tensor.to(device)}, texts, to, ControlMessage::kStateCatalogues)->wait();
-
-  std::vector<Catalogue> catalogues;
-  for (int rank = 0; target && rank < group->getSize(); ++rank) {
-    if (rank == to) {
-      catalogues.push_back(own);
-      continue;
+  run_and_tell(engine, [&] {
+    for (int rank = 0; group->getRank() == to && rank < group->getSize(); ++rank) {
+      if (rank == to) continue;
+      constexpr int64_t kMostText = int64_t{1} << 36;
+      const int64_t bytes = detail::PeerInput(group, rank)
+                                .check("the size of a catalogue of state",
+                                       sizes[rank][0].item<int64_t>(), 0, kMostText);
+      texts[rank] = {at::empty({bytes}, at::TensorOptions(at::kByte).device(device))};
     }
-    const auto bytes = texts[rank][0].cpu();
-    const auto* data = static_cast<const char*>(bytes.const_data_ptr());
-    catalogues.push_back(decode(std::string(data, data + bytes.numel()),
-                                partition.owned(rank).size(), detail::PeerInput(group, rank)));
-  }
-  return catalogues;
+  });
+  exchange.gather({text_tensor.to(device)}, texts, to, ControlMessage::kStateCatalogues)->wait();
+  return texts;
+}
+
+Catalogue decode(const at::Tensor& text, size_t slices, const detail::PeerInput& peer) {
+  const auto bytes = text.cpu();
+  const auto* data = static_cast<const char*>(bytes.const_data_ptr());
+  return decode(std::string(data, data + bytes.numel()), slices, peer);
 }
 
 // This rank's tensors of a bucket in the order of its catalogue, 1-D and on the parameters' device.
@@ -338,6 +361,34 @@ void check_alike(const ShardEngine& engine, const std::vector<Slices>& slices,
   }
 }
 
+// By bucket: the places of what each rank sends. REQUIRES: the rank on which state is gathered.
+std::vector<Parts> places_for_all(const ShardEngine& engine, const Catalogue& own,
+                                  const Parts& texts, EngineState& whole) {
+  std::vector<Slices> slices;
+  std::vector<Catalogue> catalogues;
+  for (int rank = 0; rank < engine.world_size(); ++rank) {
+    slices.push_back(engine.partition().owned(rank));
+    catalogues.push_back(rank == engine.rank()
+                             ? own
+                             : decode(texts[rank].front(), slices.back().size(),
+                                      detail::PeerInput(engine.process_group(), rank)));
+  }
+  check_alike(engine, slices, catalogues);
+  std::vector<Parts> targets(engine.buckets().size());
+  for (size_t b = 0; b < targets.size(); ++b) {
+    for (size_t rank = 0; rank < catalogues.size(); ++rank) {
+      try {
+        targets[b].push_back(places(engine.params(), slices[rank], catalogues[rank], whole, b));
+      } catch (const c10::Error& error) {
+        TORCH_CHECK(false, "shardstep: found no room for the state of rank ", rank,
+                    " that its catalogue of state lists: ", error.what_without_backtrace(),
+                    detail::who(engine.process_group()));
+      }
+    }
+  }
+  return targets;
+}
+
 // Throws on every rank unless all of them gather on the same one.
 void check_target(const ShardEngine& engine, int to) {
   const auto targets = detail::all_gather_number(engine.control_group(), to);
@@ -361,33 +412,26 @@ EngineState gather_state(const ShardEngine& engine, const EngineState& local, in
   const auto own_slices = engine.partition().owned(engine.rank());
   const auto own = catalogue_of(own_slices, local, engine.partition());
   Exchange* const exchange = engine.exchange();
-  const auto catalogues = exchange
-                              ? gather_catalogues(engine.control(), engine.partition(), own, to)
-                              : std::vector<Catalogue>{own};
-  std::vector<Slices> slices;
-  for (size_t r = 0; r < catalogues.size(); ++r) {
-    slices.push_back(engine.partition().owned(static_cast<int>(r)));
-  }
-  std::exception_ptr error;
-  try {
-    check_alike(engine, slices, catalogues);
-  } catch (const c10::Error&) {
-    error = std::current_exception();
-  }
-  detail::tell_every_rank(engine.control_group(), error);
+  const auto texts = exchange ? gather_catalogues(engine, own, to) : Parts();
 
   EngineState whole;
+  // By bucket: where what each rank sends belongs. Made before anything is sent, so that nothing
+  // fails in between.
+  std::vector<Parts> targets(engine.buckets().size());
+  run_and_tell(engine, [&] {
+    if (engine.rank() == to) targets = places_for_all(engine, own, texts, whole);
+  });
+
   for (size_t b = 0; b < engine.buckets().size(); ++b) {
     const auto sent = outgoing(engine.params(), own_slices, own, local, b);
-    Parts targets, received;
-    for (size_t r = 0; r < catalogues.size(); ++r) {
-      targets.push_back(places(engine.params(), slices[r], catalogues[r], whole, b));
-      received.push_back(landing(targets[r], engine.buckets()[b].params().front().device()));
+    Parts received;
+    for (const auto& target : targets[b]) {
+      received.push_back(landing(target, engine.buckets()[b].params().front().device()));
     }
     if (exchange)
       exchange->gather(sent, received, to, {MessageKind::kState, static_cast<int64_t>(b)})->wait();
-    for (size_t r = 0; r < targets.size(); ++r) {
-      copy_all(static_cast<int>(r) == engine.rank() ? sent : received[r], targets[r]);
+    for (size_t r = 0; r < targets[b].size(); ++r) {
+      copy_all(static_cast<int>(r) == engine.rank() ? sent : received[r], targets[b][r]);
     }
   }
   return whole;

@@ -115,9 +115,10 @@ void SharedMemory::close_what_all_have_opened() {
 }
 
 // Throws if it cannot be what its maker has posted.
-void SharedMemory::check_notice(const Notice& notice) const {
+void SharedMemory::check_notice(const Notice& notice) {
   constexpr int64_t kMostErrno = 4095;
-  PeerInput(group_).check("the maker of shared memory", notice.maker, 0, world_size() - 1);
+  PeerInput(group_, giver_up())
+      .check("the maker of shared memory", notice.maker, 0, world_size() - 1);
   const auto maker = input_of(static_cast<int>(notice.maker));
   maker.check("the error of shared memory", notice.error, 0, kMostErrno);
   maker.check("the ranks that have yet to open shared memory", notice.to_come, 1, world_size() - 1);
@@ -127,18 +128,20 @@ void SharedMemory::check_notice(const Notice& notice) const {
   maker.check("the descriptor of shared memory", notice.offer.descriptor, 0, INT_MAX);
 }
 
-void SharedMemory::explain_missing(int maker) const {
+void SharedMemory::explain_missing(int maker) {
   // A process that is killed closes its files a moment before it is known to be gone.
   constexpr std::chrono::milliseconds kMoment{2000};
   await_a_death(kMoment);
   if (who_is_gone(maker, /*anyone=*/true)) return;
   check_nobody_gave_up();
-  input_of(maker).require(false, "an offer of shared memory that it does not have");
+  fail(c10::str(name_of(maker),
+                " has no longer, or never had, the shared memory that it offers; its optimizer may "
+                "be gone, its memory damaged, or it runs another version"));
 }
 
-int SharedMemory::board_holder() const {
+int SharedMemory::board_holder() {
   const int64_t holder = board_->holder.load();
-  PeerInput(group_).check("the holder of the notice board", holder, 0, world_size());
+  PeerInput(group_, giver_up()).check("the holder of the notice board", holder, 0, world_size());
   return static_cast<int>(holder) - 1;
 }
 
@@ -200,9 +203,11 @@ void SharedMemory::throw_no_room(int64_t bytes, int error) {
   const auto lost = who_is_gone(-1, /*anyone=*/true);
   TORCH_CHECK(!lost, "shardstep: ", name_of(*lost), " has died, and its memory is gone",
               who(group_));
-  const auto message = c10::str("expected room for ", bytes,
-                                " bytes of shared memory on this host, got: ", std::strerror(error),
-                                "; free memory, or use exchange \"pairwise\"");
+  fail(c10::str("expected room for ", bytes, " bytes of shared memory on this host, got: ",
+                std::strerror(error), "; free memory, or use exchange \"pairwise\""));
+}
+
+void SharedMemory::fail(const std::string& message) {
   give_up(message);
   TORCH_CHECK(false, "shardstep: ", message, who(group_));
 }
@@ -243,7 +248,7 @@ void SharedMemory::wait(const SharedCount& count, uint32_t value, int rank,
              {ranks_[rank].raised, [rank] { return rank; }, what});
 }
 
-void SharedMemory::check_count(const SharedCount& count, uint32_t most, int rank) const {
+void SharedMemory::check_count(const SharedCount& count, uint32_t most, int rank) {
   const auto value = count.value.load(std::memory_order_acquire);
   input_of(rank).require(static_cast<int32_t>(most - value) >= 0, "a count that cannot be");
 }
@@ -267,8 +272,9 @@ void SharedMemory::wait_until(const std::function<bool()>& reached, const Waitin
       TORCH_CHECK(false, "shardstep: ", name_of(*lost), " has died, while waiting for ",
                   waiting.what(), of_rank(rank), who(group_));
     }
-    TORCH_CHECK(waited < timeout_, "shardstep: waited ", timeout_.count(), " ms for ",
-                waiting.what(), of_rank(rank), who(group_));
+    if (waited >= timeout_) {
+      fail(c10::str("waited ", timeout_.count(), " ms for ", waiting.what(), of_rank(rank)));
+    }
     waiting.bell.wait(heard, waiting.look);
   }
 }

@@ -60,13 +60,15 @@ class SharedMemory {
 
   // Throws unless `count` of `rank` is at most `most`: a damaged rank must not make this one read
   // what is not there.
-  void check_count(const SharedCount& count, uint32_t most, int rank) const;
-  PeerInput input_of(int rank) const { return {group_, group_ranks()[rank]}; }
+  void check_count(const SharedCount& count, uint32_t most, int rank);
+  // Nonsense in it ends the waits of all ranks.
+  PeerInput input_of(int rank) { return {group_, group_ranks()[rank], giver_up()}; }
 
   // Rung by other ranks when they have done something for `rank`.
   Bell& mail_bell(int rank) { return ranks_[rank].mail; }
   // Checks `reached` whenever `bell` rings, and at least every `look`, until it is true. Throws if
-  // a rank has given up, `awaited()` has died, or the group's timeout has passed.
+  // a rank has given up, `awaited()` has died, or the group's timeout has passed, of which it tells
+  // the other ranks.
   struct Waiting {
     Bell& bell;
     std::function<int()> awaited;  // the rank, for the error; -1 if it is not on this host
@@ -103,13 +105,18 @@ class SharedMemory {
   // Returns when a rank of this host is gone, or after `patience`.
   void await_a_death(std::chrono::milliseconds patience) const;
   void check_nobody_gave_up() const;
+  PeerInput::GiveUp giver_up() {
+    return [this](const std::string& message) { give_up(message); };
+  }
+  // Gives up, and throws.
+  [[noreturn]] void fail(const std::string& message);
   // `maker` becomes the rank that offers it.
   Segment find_or_make(NoticeBoardLock& lock, int64_t key, const SegmentLayout& layout, int& maker);
-  void check_notice(const Notice& notice) const;
+  void check_notice(const Notice& notice);
   // Throws unless a rank has died, which explains why what `maker` offers is not there.
-  void explain_missing(int maker) const;
+  void explain_missing(int maker);
   // The rank that holds the notice board; -1 if none does.
-  int board_holder() const;
+  int board_holder();
   void close_what_all_have_opened();
 
   ProcessGroupPtr group_;
