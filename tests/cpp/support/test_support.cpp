@@ -22,6 +22,9 @@
 // torch's zip reader forgets its index when a damaged file makes its constructor throw.
 extern "C" const char* __lsan_default_suppressions() { return "leak:mz_zip_reader_"; }
 
+// As without it, where a test asks for more memory than there is.
+extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
+
 // A template of torch that torch::save and torch::load instantiate here keeps a std::regex in a
 // function's static, which libtorch, which is not instrumented, makes and guards.
 extern "C" const char* __tsan_default_suppressions() {
