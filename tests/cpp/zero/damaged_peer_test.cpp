@@ -640,35 +640,67 @@ TEST(DamagedPeer, NonsenseInAMeetingOverGradientsIsAnErrorThatNamesTheRank) {
   EXPECT_EQ(test::status_of(pid), 0);
 }
 
-// Rank 1, the only one with gradients, says with nonsense which ones it lends.
+// Stage 1, in which nothing has been summed.
+std::unique_ptr<ZeroRedundancyOptimizer> make_lender(const std::vector<at::Tensor>& params,
+                                                     const ProcessGroupPtr& group) {
+  return std::make_unique<ZeroRedundancyOptimizer>(params, torch::optim::AdamWOptions(0.01),
+                                                   ZeroOptions()
+                                                       .stage(1)
+                                                       .process_group(group)
+                                                       .sharding(Sharding::kElement)
+                                                       .exchange(ExchangeKind::kPairwise));
+}
+
+// Rank 1, the only one with gradients, tells rank 0 with nonsense which ones it lends.
 TEST(DamagedPeer, NonsenseInFlagsOfLentGradientsIsAnErrorThatNamesTheRank) {
+  const std::string expected =
+      "expected whether a gradient is lent of rank 1 to be from 0 to 1, got 77";
   expect_no_crash(
       "flags", long_timeout(),
       [](const ProcessGroupPtr& group, InStep&) {
-        std::vector<at::Tensor> params = test::make_params();
-        ZeroRedundancyOptimizer zero(
-            params, torch::optim::AdamWOptions(0.01),
-            ZeroOptions().stage(1).process_group(group).exchange(ExchangeKind::kPairwise));
-        auto& engine = const_cast<ShardEngine&>(zero.engine());
+        const auto zero = make_lender(test::make_params(), group);
+        auto& engine = const_cast<ShardEngine&>(zero->engine());
         if (group->getRank() != 1) {
           lend_gradients(engine, false);
           return;
         }
-        std::vector<at::Tensor> own{at::full({1}, 1, at::kDouble)};
-        std::vector<std::vector<at::Tensor>> all(1);
-        for (int rank = 0; rank < kPeers; ++rank) all[0].push_back(at::empty({1}, at::kDouble));
-        engine.control_group()->allgather(all, own)->wait();
-        const auto flags = at::full({engine.param_count()}, 77, at::kByte);
+        detail::all_gather_number(engine.control_group(), 1);
         for (int borrower : {0, 2}) {
+          const auto flags = at::full({engine.param_count()}, borrower == 0 ? 77 : 0, at::kByte);
           engine.control().transfer({flags}, 1, borrower, ControlMessage::kLentGradients)->wait();
         }
+        detail::tell_every_rank(engine.control_group(), nullptr);
       },
-      [](const Errors& errors) {
-        for (int rank : {0, 2}) {
-          expect_in(errors[rank],
-                    "expected whether a gradient is lent of rank 1 to be from 0 to 1, got 77");
-        }
+      [&](const Errors& errors) {
+        expect_in(errors[0], expected);
+        for (int rank : {1, 2})
+          expect_in(errors[rank], "rank 0 failed with: shardstep: " + expected);
       });
+}
+
+// Of the lender, or of a rank that borrows.
+TEST(DamagedPeer, AGradientThatCannotBeLentIsAnErrorOnEveryRank) {
+  for (int sparse : {0, 1}) {
+    const std::string expected = "expected dense gradients with Join, got Sparse";
+    expect_no_crash(
+        c10::str("sparse on rank ", sparse), long_timeout(),
+        [&](const ProcessGroupPtr& group, InStep&) {
+          const std::vector<at::Tensor> params{torch::ones({6, 2}, torch::requires_grad())};
+          const auto zero = make_lender(params, group);
+          if (group->getRank() == 1) params[0].mutable_grad() = torch::ones({6, 2});
+          if (group->getRank() == sparse) {
+            params[0].mutable_grad() = torch::ones({6, 2}).to_sparse();
+          }
+          lend_gradients(const_cast<ShardEngine&>(zero->engine()), group->getRank() == 1);
+        },
+        [&](const Errors& errors) {
+          for (int rank = 0; rank < kPeers; ++rank) {
+            if (rank != sparse)
+              expect_in(errors[rank], c10::str("rank ", sparse, " failed with: "));
+            expect_in(errors[rank], expected);
+          }
+        });
+  }
 }
 
 TEST(DamagedPeer, ANumberOutOfBoundsIsNamed) {
