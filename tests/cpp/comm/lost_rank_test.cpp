@@ -41,6 +41,8 @@ void run_rank(int rank, int waiting, ExchangeKind kind, const Collective& collec
   auto* const group = new ProcessGroupPtr(
       test::join_group(c10::make_intrusive<c10d::FileStore>(folder / "store", kLosingRanks), rank,
                        kLosingRanks, kLosingTimeout));
+  // Two hosts, as far as the hierarchical exchange knows; rank 2 is alone on its own.
+  if (kind == ExchangeKind::kHierarchical) ::setenv("SHARDSTEP_TEST_HOSTS", "a,a,b", 1);
   auto* const exchange = make_exchange(*group, {.kind = kind, .channel = 0}).release();
   if (rank == kLostRank) {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -61,31 +63,49 @@ void run_rank(int rank, int waiting, ExchangeKind kind, const Collective& collec
   while (!wait.ended) std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-void expect_the_wait_ends_soon(int waiting, ExchangeKind kind, const Collective& collective) {
-  SCOPED_TRACE(c10::str("rank ", waiting, " waits, exchange ", static_cast<int>(kind)));
-  const test::Folder folder;
-  const test::Shared<Wait> wait;
-  std::vector<pid_t> pids;
-  for (int rank = 0; rank < kLosingRanks; ++rank) {
-    pids.push_back(test::fork_process(
-        [&, rank] { run_rank(rank, waiting, kind, collective, folder, *wait); }, 120));
+// Three ranks, of which `waiting` makes the collective.
+class LosingWorld {
+ public:
+  LosingWorld(int waiting, ExchangeKind kind, const Collective& collective)
+      : waiting_(waiting), kind_(kind) {
+    for (int rank = 0; rank < kLosingRanks; ++rank) {
+      pids_.push_back(test::fork_process(
+          [&, rank] { run_rank(rank, waiting, kind, collective, folder_, *wait_); }, 120));
+    }
   }
-  for (int rank = 0; rank < kLosingRanks; ++rank) {
-    const int status = test::status_of(pids[rank]);
-    EXPECT_EQ(WIFSIGNALED(status), rank == kLostRank) << "rank " << rank;
+  void expect_an_error_soon() {
+    SCOPED_TRACE(c10::str("rank ", waiting_, " waits, exchange ", static_cast<int>(kind_)));
+    for (int rank = 0; rank < kLosingRanks; ++rank) {
+      EXPECT_EQ(WIFSIGNALED(test::status_of(pids_[rank])), rank == kLostRank) << "rank " << rank;
+    }
+    const std::string error = wait_->error.data();
+    EXPECT_LT(wait_->took, test::patience() * test::kPromised) << error;
+    for (const auto& part :
+         {c10::str("rank ", kLostRank), c10::str("(rank ", waiting_, " of 3)")}) {
+      EXPECT_NE(error.find(part), std::string::npos) << error;
+    }
   }
-  const std::string error = wait->error.data();
-  EXPECT_LT(wait->took, test::patience() * test::kPromised) << error;
-  for (const auto& part : {c10::str("rank ", kLostRank), c10::str("(rank ", waiting, " of 3)")}) {
-    EXPECT_NE(error.find(part), std::string::npos) << error;
-  }
-}
 
-// Not pairwise and hierarchical exchanges: a wait for a message ends when its sender is lost.
-void expect_waits_end_soon(const Collective& collective) {
-  for (auto kind : {ExchangeKind::kSharedMemory, ExchangeKind::kNative}) {
-    for (int waiting : {0, 2}) expect_the_wait_ends_soon(waiting, kind, collective);
+ private:
+  int waiting_;
+  ExchangeKind kind_;
+  test::Folder folder_;
+  test::Shared<Wait> wait_;
+  std::vector<pid_t> pids_;
+};
+
+// The worlds run side by side: they only wait.
+void expect_waits_end_soon(const Collective& collective,
+                           const std::vector<ExchangeKind>& kinds = {
+                               ExchangeKind::kSharedMemory, ExchangeKind::kPairwise,
+                               ExchangeKind::kNative, ExchangeKind::kHierarchical}) {
+  std::vector<std::unique_ptr<LosingWorld>> worlds;
+  for (auto kind : kinds) {
+    for (int waiting : {0, 2}) {
+      worlds.push_back(std::make_unique<LosingWorld>(waiting, kind, collective));
+    }
   }
+  for (auto& world : worlds) world->expect_an_error_soon();
 }
 
 Parts parts_of(int64_t numel) {
@@ -104,18 +124,22 @@ void reduce(Exchange& exchange, std::optional<at::ScalarType> wire) {
 }
 
 TEST(LostRank, EndsABroadcast) {
-  expect_waits_end_soon([](const ProcessGroupPtr& group, Exchange&) {
-    // Rank 0 is done with one when its messages are on the way.
-    for (int i = 0; i < 1000; ++i) detail::broadcast(group, {at::ones({kLostNumel})});
-  });
+  expect_waits_end_soon(
+      [](const ProcessGroupPtr& group, Exchange&) {
+        // Rank 0 is done with one when its messages are on the way.
+        for (int i = 0; i < 1000; ++i) detail::broadcast(group, {at::ones({kLostNumel})});
+      },
+      {ExchangeKind::kNative});
 }
 
 // The constructor agrees on options and parameters.
 TEST(LostRank, EndsAnAgreement) {
-  expect_waits_end_soon([](const ProcessGroupPtr& group, Exchange&) {
-    ZeroRedundancyOptimizer({torch::ones({1}).requires_grad_()}, torch::optim::SGDOptions(0.1),
-                            ZeroOptions().process_group(group));
-  });
+  expect_waits_end_soon(
+      [](const ProcessGroupPtr& group, Exchange&) {
+        ZeroRedundancyOptimizer({torch::ones({1}).requires_grad_()}, torch::optim::SGDOptions(0.1),
+                                ZeroOptions().process_group(group));
+      },
+      {ExchangeKind::kNative});
 }
 
 TEST(LostRank, EndsAGather) {
@@ -138,6 +162,28 @@ TEST(LostRank, EndsAReduction) {
 TEST(LostRank, EndsAReductionOfRoundedParts) {
   expect_waits_end_soon(
       [](const ProcessGroupPtr&, Exchange& exchange) { reduce(exchange, at::kBFloat16); });
+}
+
+// Who gathers waits for each rank's message only.
+TEST(LostRank, ThatHasDoneItsPartIsNotMissed) {
+  const test::Folder folder;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < kLosingRanks; ++rank) {
+    pids.push_back(test::fork_process([&, rank] {
+      auto* const group = new ProcessGroupPtr(
+          test::join_group(c10::make_intrusive<c10d::FileStore>(folder / "store", kLosingRanks),
+                           rank, kLosingRanks, kLosingTimeout));
+      auto* const exchange =
+          make_exchange(*group, {.kind = ExchangeKind::kPairwise, .channel = 0}).release();
+      // Long enough to be looked at several times.
+      if (rank == 2) std::this_thread::sleep_for(std::chrono::seconds(13));
+      Parts into{{}, {at::zeros({kLostNumel})}, {at::zeros({kLostNumel})}};
+      const auto own = at::full({kLostNumel}, static_cast<double>(rank));
+      exchange->gather({own}, into, /*to=*/0, MessageTag::bucket(0))->wait();
+      if (rank == 0) EXPECT_EQ(into[2][0].sum().item<double>(), 2 * kLostNumel);
+    }));
+  }
+  for (const auto pid : pids) EXPECT_EQ(test::status_of(pid), 0);
 }
 
 }  // namespace
