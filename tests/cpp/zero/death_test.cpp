@@ -434,7 +434,7 @@ std::set<int> ranks_named(std::string error) {
   return named;
 }
 
-// DDP's own collectives are torch's, and do not say whom they lost.
+// What DDP leaves to c10d's reducer does not say whom it lost.
 bool is_an_error_of_ddp(const Way& way, const std::string& outcome) {
   return way.training == Training::kHooks && outcome.find("shardstep") == std::string::npos &&
          outcome.find("gloo") != std::string::npos;
