@@ -306,7 +306,6 @@ class SHARDSTEP_API ZeroRedundancyOptimizer : public torch::optim::Optimizer, pu
   // The update of what this rank owns, in step().
   at::Tensor update_own(const LossClosure& closure);
   void take_gradients(bool first_in_step);
-  // Makes them rank 0's.
   void check_groups() const;
   void push_options();
   void pull_options();

@@ -293,7 +293,7 @@ void bind_engine(py::module_& module) {
   module.def("partition", wrap_pybind_function_no_gil(partition), py::arg("sharding"),
              py::arg("world_size"), py::arg("bucket_cap_bytes"), py::arg("params"));
   module.def("broadcast", wrap_pybind_function_no_gil(detail::broadcast), py::arg("group"),
-             py::arg("tensors"));
+             py::arg("tensors"), py::arg("source") = 0);
   module.def("default_bucket_cap_mb", &default_bucket_cap_mb, py::arg("world_size"));
   py::class_<ShardEngine, std::shared_ptr<ShardEngine>>(module, "ShardEngine")
       .def(py::init(wrap_pybind_function(

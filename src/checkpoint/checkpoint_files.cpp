@@ -107,7 +107,8 @@ std::string new_id() {
 
 void make_directory(const std::string& directory) {
   std::error_code error;
-  auto path = fs::absolute(directory, error).lexically_normal();
+  // Not lexically: ".." of a link is the parent of what it points to.
+  auto path = fs::weakly_canonical(fs::absolute(directory, error), error);
   if (!path.has_filename()) path = path.parent_path();
   std::vector<fs::path> missing;  // the innermost first
   for (; !fs::exists(path, error) && path.has_relative_path(); path = path.parent_path()) {

@@ -102,7 +102,10 @@ Siblings siblings(const std::string& pattern, const series_fs::path& parent) {
     const auto time = series_fs::last_write_time(path / kIndexName, ignored);
     if (ignored == std::errc::no_such_file_or_directory) {
       const auto files = names_in_directory(path.string());
-      if (std::any_of(files.begin(), files.end(), is_save_file)) found.incomplete.push_back(path);
+      const bool is_ours = std::any_of(files.begin(), files.end(), [](const std::string& name) {
+        return is_save_file(name) || id_of_previous_index(name);
+      });
+      if (is_ours) found.incomplete.push_back(path);
     } else if (!ignored && current_id(path.string())) {
       found.complete.push_back({time, path});
     }

@@ -111,11 +111,12 @@ class SHARDSTEP_API Checkpointer {
                         std::exception_ptr error = nullptr);
   // Throws on every rank if one of them has an error. Collective.
   void share(const std::exception_ptr& error) const;
-  bool has_no_index() const;
   // How many bytes of the shards the last load() read on this rank.
   int64_t bytes_read() const { return bytes_read_; }
 
  private:
+  bool has_no_index() const;
+
   const ShardEngine& engine_;
   pid_t process_;                         // that made this
   mutable std::mutex mutex_;              // guards the pointer

@@ -37,11 +37,13 @@ std::vector<Batch> batches_of(const std::vector<at::Tensor>& tensors) {
 }
 
 std::unique_ptr<Pending> start_broadcast(const ProcessGroupPtr& group,
-                                         const std::vector<at::Tensor>& tensors) {
+                                         const std::vector<at::Tensor>& tensors, int source) {
   std::vector<at::Tensor> flat{at::flatten_dense_tensors(tensors)};
   auto pending = std::make_unique<PendingWorks>(group);
   SHARDSTEP_FAILURE_POINT("broadcast: begins");
-  pending->add(group->broadcast(flat, {}), "broadcasting to", kAllRanks);
+  c10d::BroadcastOptions options;
+  options.rootRank = source;
+  pending->add(group->broadcast(flat, options), "broadcasting to", kAllRanks);
   SHARDSTEP_FAILURE_POINT("broadcast: sent");
   pending->keep(flat);
   pending->then([tensors, flat] {
@@ -60,13 +62,13 @@ void wait_for_all_ranks(const ProcessGroupPtr& group, c10::intrusive_ptr<c10d::W
   pending.wait();
 }
 
-void broadcast(const ProcessGroupPtr& group, const std::vector<at::Tensor>& tensors) {
+void broadcast(const ProcessGroupPtr& group, const std::vector<at::Tensor>& tensors, int source) {
   if (group->getSize() == 1) return;
   at::NoGradGuard no_grad;
   // Each has a flat copy, so only the next one is under way while one arrives.
   std::unique_ptr<Pending> before;
   for (const auto& batch : batches_of(tensors)) {
-    auto pending = start_broadcast(group, batch.tensors);
+    auto pending = start_broadcast(group, batch.tensors, source);
     if (before) before->wait();
     before = std::move(pending);
   }

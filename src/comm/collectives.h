@@ -17,7 +17,8 @@ namespace shardstep::detail {
 void wait_for_all_ranks(const ProcessGroupPtr& group, c10::intrusive_ptr<c10d::Work> work,
                         const char* verb);
 
-// Gives rank 0's values to every rank, small tensors together. Collective.
-SHARDSTEP_API void broadcast(const ProcessGroupPtr& group, const std::vector<at::Tensor>& tensors);
+// Gives the values of rank `source` to every rank, small tensors together. Collective.
+SHARDSTEP_API void broadcast(const ProcessGroupPtr& group, const std::vector<at::Tensor>& tensors,
+                             int source = 0);
 
 }  // namespace shardstep::detail

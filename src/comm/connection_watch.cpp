@@ -43,15 +43,25 @@ void ConnectionWatch::serve() {
 }
 
 // A rank that sends its last message and leaves is not lost, so a wait has an interval to notice
-// that what it waits for has come.
+// that what it waits for has come. If another rank is gone, who is waited for may have raised, and
+// will send nothing; but if it is sending, to one after the other, who got its part may have left.
+// So all are asked about more rarely, and nothing may arrive for several intervals.
 void ConnectionWatch::look() {
-  for (auto& [pending, seen, lost] : entries_) {
+  for (auto& [pending, seen, looks, lost, hopeless] : entries_) {
     const int64_t arrived = pending->arrived();
     const int rank = pending->awaited_rank();
     // Asking leaves a message, so only who waits for long is asked about.
-    const auto group = std::exchange(seen, arrived) == arrived ? group_.lock() : nullptr;
-    const bool was_lost = std::exchange(lost, group && rank >= 0 && !is_connected(group, rank));
-    if (was_lost && lost) pending->lose();
+    const bool waits = std::exchange(seen, arrived) == arrived && rank >= 0;
+    const auto group = waits ? group_.lock() : nullptr;
+    looks = group ? looks + 1 : 0;
+    const bool was_lost = std::exchange(lost, group && !is_connected(group, rank));
+    bool was_hopeless = false;
+    if (looks == 0) {
+      hopeless = false;
+    } else if (looks % 2 == 0 && pending->needs_every_rank()) {
+      was_hopeless = std::exchange(hopeless, !lost_ranks(group).empty());
+    }
+    if ((was_lost && lost) || (was_hopeless && hopeless)) pending->lose();
   }
 }
 

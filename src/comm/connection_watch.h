@@ -27,8 +27,8 @@ class ConnectionWatch {
   ConnectionWatch(const ConnectionWatch&) = delete;
   ConnectionWatch& operator=(const ConnectionWatch&) = delete;
 
-  // From watch() to unwatch(), calls lose() of `pending` if the rank that it waits for is gone.
-  // REQUIRES: works of single messages, not of collectives.
+  // From watch() to unwatch(), calls lose() of `pending` if a rank that it needs is gone: that
+  // which it waits for, or any. REQUIRES: works of single messages, not of collectives.
   void watch(PendingWorks& pending);
   void unwatch(PendingWorks& pending);
 
@@ -36,7 +36,10 @@ class ConnectionWatch {
   struct Entry {
     PendingWorks* pending;
     int64_t seen = -1;  // how many of its messages had arrived when it was last looked at
+    int looks = 0;      // since one arrived
     bool lost = false;  // whether the rank that it waits for was gone then
+    bool hopeless =
+        false;  // whether any rank that it needs was gone when all were last asked about
   };
 
   void serve();

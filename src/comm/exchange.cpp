@@ -33,6 +33,7 @@ void Exchange::all_gather_and_wait(const std::vector<const Parts*>& buckets) {
 std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, const Parts& into,
                                           int to, MessageTag tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_, watch_);
+  pending->need_only_the_awaited();
   if (rank() != to) {
     messages_->add_sent(detail::send(group_, *pending, own, to, message_tag(tag)));
     SHARDSTEP_FAILURE_POINT("gather: sent");
@@ -49,6 +50,7 @@ std::unique_ptr<Pending> Exchange::gather(const std::vector<at::Tensor>& own, co
 std::unique_ptr<Pending> Exchange::transfer(const std::vector<at::Tensor>& tensors, int from,
                                             int to, MessageTag tag) {
   auto pending = std::make_unique<detail::PendingWorks>(group_, watch_);
+  pending->need_only_the_awaited();
   if (rank() == from) {
     messages_->add_sent(detail::send(group_, *pending, tensors, to, message_tag(tag)));
   } else if (rank() == to) {

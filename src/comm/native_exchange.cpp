@@ -9,6 +9,7 @@
 #include "comm/pending_works.h"
 #include "comm/rank_order_sum.h"
 #include "failure_points.h"
+#include "launch/process_group_backends.h"
 #include "torch_versions.h"
 
 namespace shardstep::detail {
@@ -161,6 +162,8 @@ class NativeExchange : public Exchange {
     const auto layout = layout_of(numel_by_rank(parts), options.device());
     const auto whole = joined(parts);
     auto flat = whole ? *whole : flattened(parts, layout, options);
+    // What other ranks own stays as it is.
+    if (whole && sums_whole(flat.device())) flat = flat.clone();
     // Into a tensor of its own: input and output may not overlap.
     const auto sum = start_sum(flat, layout, {}, *pending);
     pending->then([own = parts[rank()], sum, divisor] {
@@ -179,12 +182,23 @@ class NativeExchange : public Exchange {
     return {std::move(numel), group_->getBackend(device.type())->supportsCoalescing()};
   }
 
+  // Whether sums are taken of whole flat tensors, in place. Gloo's reduce_scatter does that too, in
+  // a copy, but nobody can look after its work while it waits, when a rank is lost.
+  bool sums_whole(at::Device device) const {
+    return reduce_scatter_is_all_reduce(*group_->getBackend(device.type()));
+  }
+
   // Starts summing a flat tensor. Returns what will be the sum of this rank's elements: `room`, if
   // the layout's ranges are equal and it is defined, or a tensor of its own, or a part of `flat`.
   at::Tensor start_sum(at::Tensor& flat, const FlatLayout& layout, const at::Tensor& room,
                        PendingWorks& pending) {
     pending.keep({flat});
     if (layout.size == 0) return layout.part(flat, rank());
+    if (sums_whole(flat.device())) {
+      std::vector<at::Tensor> one{flat};
+      pending.add(group_->allreduce(one), "adding up with", kAllRanks);
+      return layout.part(flat, rank());
+    }
     if (layout.equal) {
       auto sum = room.defined() ? room : at::empty({layout.padded}, flat.options());
       pending.add(reduce_scatter_single(*group_, sum, flat), "adding up with", kAllRanks);
@@ -362,7 +376,7 @@ class NativeReduction : public Reduction {
         layout_(exchange.layout_of(options.numel, options.tensor.device())),
         rank_(rank) {
     wire_ = options.wire ? options.wire : options.posted;
-    const bool in_place = layout_.equal && !wire_;
+    const bool in_place = layout_.equal && !wire_ && !exchange.sums_whole(options.tensor.device());
     room_ = at::empty({in_place ? layout_.padded : options.numel[rank]}, options.tensor);
     sum_ = room_.narrow(0, 0, options.numel[rank]);
   }
@@ -385,7 +399,7 @@ class NativeReduction : public Reduction {
     auto pending = std::make_unique<PendingWorks>(exchange_.process_group());
     const auto own = exchange_.start_sum(flat, layout_, room_, *pending);
     pending->then([this, own] {
-      if (!layout_.equal) sum_.copy_(own);
+      if (!own.is_alias_of(sum_)) sum_.copy_(own);
       if (options_.divisor != 1) sum_.div_(options_.divisor);
     });
     pending_ = std::move(pending);

@@ -139,7 +139,8 @@ void PendingWorks::wait() {
   const auto unwatch = c10::make_scope_exit([this] {
     if (watch_) watch_->unwatch(*this);
   });
-  for (auto& [work, verb, peer, arrived] : works_) {
+  for (auto& [work, verb, peer, arrived, receives] : works_) {
+    receives_ = receives;
     awaited_rank_ = peer;
     const auto group = [this] { return group_.lock(); };
     with_context(verb, peer, who(rank_, world_size_), group, [this, &work = work] {
@@ -161,7 +162,7 @@ void PendingWorks::wait() {
 void PendingWorks::wait_for(c10d::Work& work) {
   if (end_ == End::kNone) watch_ ? void(work.wait()) : wait_for_collective(work, group_.lock());
   TORCH_CHECK(end_ != End::kAborted, "shardstep: the exchange was destroyed");
-  TORCH_CHECK(end_ != End::kLost, "shardstep: lost the connection in the middle of a message");
+  TORCH_CHECK(end_ != End::kLost, "shardstep: lost a rank in the middle of an exchange");
 }
 
 void PendingWorks::end_wait(End why) {
@@ -250,7 +251,8 @@ int64_t receive(const ProcessGroupPtr& group, PendingWorks& pending,
       pending.add(with_context(
                       "waiting for", from, who(group), [&] { return group; },
                       [&] { return group->recv(one, from, tag); }),
-                  "waiting for", from, i + 1 == split.size() ? std::move(arrived) : nullptr);
+                  "waiting for", from, i + 1 == split.size() ? std::move(arrived) : nullptr,
+                  /*receives=*/true);
     }
   };
   const auto [small, large] = by_size(tensors);

@@ -32,9 +32,12 @@ class PendingWorks : public Pending {
   ~PendingWorks() override;
 
   void add(c10::intrusive_ptr<c10d::Work> work, const char* verb, int peer,
-           std::function<void()> arrived = {}) {
-    works_.push_back({std::move(work), verb, peer, std::move(arrived)});
+           std::function<void()> arrived = {}, bool receives = false) {
+    works_.push_back({std::move(work), verb, peer, std::move(arrived), receives});
   }
+  // Only those whose messages it waits for must be there; other ranks may have done their part, and
+  // left.
+  void need_only_the_awaited() { needs_every_rank_ = false; }
   // Keeps tensors alive that the works only point to.
   void keep(std::vector<at::Tensor> tensors) {
     kept_.insert(kept_.end(), tensors.begin(), tensors.end());
@@ -45,11 +48,14 @@ class PendingWorks : public Pending {
   void wait() override;
   // The rank for whose message wait(), in another thread, waits; -1 outside of it.
   int awaited_rank() const { return awaited_rank_; }
+  // Whether what it waits for cannot come if any rank is gone; for other threads too. A message to
+  // a rank can: the sender may be the last to hear that it has arrived.
+  bool needs_every_rank() const { return needs_every_rank_ && receives_; }
   // How many works have arrived; for other threads too.
   int64_t arrived() const { return arrived_; }
   // Makes wait(), in another thread, throw. What has not arrived will not.
   void abort() { end_wait(End::kAborted); }
-  // The same, because the awaited rank is gone.
+  // The same, because a rank is gone that it needs.
   void lose() { end_wait(End::kLost); }
 
  private:
@@ -58,6 +64,7 @@ class PendingWorks : public Pending {
     const char* verb;
     int peer;
     std::function<void()> arrived;
+    bool receives;
   };
   enum class End { kNone, kAborted, kLost };
 
@@ -73,6 +80,8 @@ class PendingWorks : public Pending {
   std::atomic<End> end_{End::kNone};
   std::atomic<int64_t> arrived_{0};
   std::atomic<int> awaited_rank_{-1};
+  std::atomic<bool> receives_{false};  // from the awaited rank
+  bool needs_every_rank_ = true;
   std::vector<at::Tensor> kept_;
   std::vector<std::function<void()>> finish_;
 };

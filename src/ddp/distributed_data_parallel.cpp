@@ -14,6 +14,7 @@
 #include <unordered_set>
 
 #include "comm/agreement.h"
+#include "comm/collectives.h"
 #include "comm/peer_input.h"
 #include "launch/chosen_group.h"
 #include "launch/who.h"
@@ -22,7 +23,8 @@
 namespace shardstep {
 namespace {
 
-constexpr size_t kBroadcastBytes = 250u * 1024 * 1024;
+// What the collective of a pass in a Join does, in errors.
+constexpr const char* kComparingPasses = "in a Join, comparing passes with";
 
 using detail::who;
 
@@ -296,7 +298,7 @@ void DistributedDataParallelBase::Impl::broadcast(std::vector<at::Tensor> tensor
   // Graphs of earlier forwards may have saved a buffer; for them it must not appear changed.
   std::vector<int64_t> versions;
   for (const auto& tensor : tensors) versions.push_back(tensor._version());
-  c10d::broadcast_coalesced(group, tensors, kBroadcastBytes, source);
+  detail::broadcast(group, tensors, source);
   for (size_t i = 0; i < tensors.size(); ++i) {
     auto counter = tensors[i].unsafeGetTensorImpl()->version_counter();
     counter.set_version(versions[i]);
@@ -353,7 +355,8 @@ void DistributedDataParallelBase::Impl::shadow() {
   auto own = at::zeros({kPlanSize}, at::kLong);
   own[kUnprepared] = static_cast<int64_t>(graph_unknown());
   std::vector<at::Tensor> message{own.to(params[0].device())};
-  group->allreduce(message, {.reduceOp = c10d::ReduceOp::MAX})->wait();
+  const auto work = group->allreduce(message, {.reduceOp = c10d::ReduceOp::MAX});
+  detail::wait_for_all_ranks(group, work, kComparingPasses);
   const auto plan = message[0].cpu();
   const auto says = [&](Plan what) { return plan[what].item<int64_t>() != 0; };
   TORCH_CHECK(!says(kGradients) || !graph_unknown(),
@@ -376,7 +379,8 @@ void DistributedDataParallelBase::Impl::shadow_gradients() {
     used = reducer->used_map();
   } else if (options.find_unused_parameters()) {
     std::vector<at::Tensor> message{at::zeros_like(used, params[0].device())};
-    group->allreduce(message)->wait();
+    detail::wait_for_all_ranks(group, group->allreduce(message),
+                               "in a Join, comparing used parameters with");
     used = message[0].cpu();
   }
   std::unordered_map<const void*, int64_t> index;
@@ -404,7 +408,8 @@ void DistributedDataParallelBase::Impl::follow_last_joiner(bool is_last_joiner) 
   auto candidate = at::full({1}, is_last_joiner ? as_source(group->getRank()) : 0,
                             at::TensorOptions().dtype(at::kLong).device(params[0].device()));
   std::vector<at::Tensor> message{candidate};
-  group->allreduce(message, {.reduceOp = c10d::ReduceOp::MAX})->wait();
+  const auto work = group->allreduce(message, {.reduceOp = c10d::ReduceOp::MAX});
+  detail::wait_for_all_ranks(group, work, "in a Join, choosing the last joiner with");
   broadcast(tensors(true, options.broadcast_buffers()), source_in(message[0]));
 }
 
@@ -431,7 +436,7 @@ void DistributedDataParallelBase::before_forward() {
     c10::intrusive_ptr<c10d::Work> work;
     auto plan = impl.start_plan(gradients, work);
     if (impl.sends_buffers() || (gradients && impl.graph_unknown())) {
-      work->wait();
+      detail::wait_for_all_ranks(impl.group, work, kComparingPasses);
       plan = plan.cpu();
       source = impl.source_in(plan[kSource]);
       TORCH_CHECK(

@@ -17,6 +17,10 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
 // Whether the backend starts a message without waiting, and throws if the connection is closed.
 bool refuses_to_send_to_lost_ranks(c10d::Backend& backend);
 
+// Whether the backend sums whole tensors on every rank for a reduce_scatter, by a work that does
+// not report completion.
+bool reduce_scatter_is_all_reduce(c10d::Backend& backend);
+
 // Whether isCompleted() of a work says if it is, and wait() may be called again after a timeout: so
 // it is for Gloo's collectives, but not for its messages.
 bool reports_completion(c10d::Work& work);

@@ -5,6 +5,13 @@
 #include "launch/process_group_backends.h"
 
 namespace shardstep::detail {
+namespace {
+
+bool is_gloo(c10d::Backend& backend) {
+  return dynamic_cast<c10d::ProcessGroupGloo*>(&backend) != nullptr;
+}
+
+}  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
@@ -17,9 +24,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
 }
 
-bool refuses_to_send_to_lost_ranks(c10d::Backend& backend) {
-  return dynamic_cast<c10d::ProcessGroupGloo*>(&backend) != nullptr;
-}
+bool refuses_to_send_to_lost_ranks(c10d::Backend& backend) { return is_gloo(backend); }
+
+bool reduce_scatter_is_all_reduce(c10d::Backend& backend) { return is_gloo(backend); }
 
 bool reports_completion(c10d::Work& work) {
   return dynamic_cast<c10d::ProcessGroupGloo::AsyncWork*>(&work) != nullptr;

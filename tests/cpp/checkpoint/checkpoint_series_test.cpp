@@ -86,6 +86,9 @@ TEST(CheckpointSeries, WhatAProcessThatDiedHasLeftIsRemoved) {
     save(1);
     save(2);
     for (const auto* step : {"1", "2"}) std::filesystem::remove(folder / step + "/index.json");
+    // What is left of one whose index was being read when its removal began.
+    std::filesystem::create_directories(folder / "0");
+    std::ofstream(folder / "0/index-0123456789abcdef.json") << "{}";
     std::filesystem::create_directories(folder / "mine");
     std::ofstream(folder / "mine/notes.txt") << "not ours";
     {
@@ -96,6 +99,20 @@ TEST(CheckpointSeries, WhatAProcessThatDiedHasLeftIsRemoved) {
     save(4);
   });
   EXPECT_EQ(names_in(folder / ""), (std::vector<std::string>{"3", "4", "latest", "mine"}));
+}
+
+// As the system finds it: ".." of a link is the parent of what it points to.
+TEST(CheckpointSeries, ADirectoryBehindALinkIsMade) {
+  const Folder folder;
+  std::filesystem::create_directories(folder / "far/away");
+  std::filesystem::create_directory_symlink(folder / "far/away", folder / "link");
+  run_ranks(1, [&](const ProcessGroupPtr& group) {
+    std::vector<at::Tensor> params{at::ones({100}).set_requires_grad(true)};
+    ZeroRedundancyOptimizer zero(params, AdamWOptions(0.1), ZeroOptions().process_group(group));
+    zero.save_checkpoint(folder / "link/../a/b");
+    zero.load_checkpoint(folder / "far/a/b");
+  });
+  EXPECT_EQ(names_in(folder / ""), (std::vector<std::string>{"far", "link"}));
 }
 
 }  // namespace

@@ -26,7 +26,6 @@ using Seconds = std::chrono::duration<double>;
 // More than sockets hold.
 constexpr int64_t kTransferBytes = 64 << 20;
 constexpr auto kBrokenTimeout = std::chrono::seconds(60);
-constexpr Seconds kSoon{15};  // as in death_test.cpp
 
 enum class Transfer { kToVictim, kFromVictim };
 
@@ -93,7 +92,7 @@ void expect_the_other_raises_soon(const BreakingBody& body) {
   std::stringstream error;
   outcome >> took;
   error << outcome.rdbuf();
-  EXPECT_LT(took, test::patience() * kSoon.count()) << error.str();
+  EXPECT_LT(Seconds(took), test::patience() * test::kPromised) << error.str();
   for (const char* part : {"rank 1", "(rank 0 of 2)"}) {
     EXPECT_NE(error.str().find(part), std::string::npos) << error.str();
   }

@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
 
 #include <array>
@@ -33,8 +32,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int kDyingRanks = 3;
 constexpr int kTrainedSteps = 4;
 constexpr auto kLongTimeout = std::chrono::seconds(60);
-// Within which the others raise when a rank has died: far less than the timeout.
-constexpr auto kPromised = std::chrono::seconds(15);
 // Within which they raise when a rank has stopped, after the timeout.
 constexpr auto kPromisedAfterTimeout = std::chrono::seconds(30);
 
@@ -97,26 +94,6 @@ at::Tensor batch_of(int rank, int step) {
   return torch::randn({4, 6}, test::generator(100 + 10 * step + rank));
 }
 
-// A value in memory that the ranks and the test share.
-template <class Value>
-class Shared {
- public:
-  Shared()
-      : memory_(::mmap(nullptr, sizeof(Value), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                       -1, 0)) {
-    TORCH_CHECK(memory_ != MAP_FAILED, "mmap failed");
-    new (memory_) Value();
-  }
-  ~Shared() { ::munmap(memory_, sizeof(Value)); }
-  Shared(const Shared&) = delete;
-  Shared& operator=(const Shared&) = delete;
-  Value& operator*() const { return *static_cast<Value*>(memory_); }
-  Value* operator->() const { return static_cast<Value*>(memory_); }
-
- private:
-  void* memory_;
-};
-
 // By rank: the step at which its last run began, and the step of its last save that is on the disk
 // for certain, because it has returned.
 struct Progress {
@@ -129,7 +106,7 @@ struct Progress {
 struct Place {
   test::Folder folder;
   std::string directory = folder / "checkpoint";
-  Shared<Progress> progress;
+  test::Shared<Progress> progress;
 };
 
 // Goes on from the directory's checkpoint, if there is one. Every other save is in the background.
@@ -352,7 +329,7 @@ std::vector<Fate> run_dying(const Failing& failing, const Body& body, const Way&
   const test::Folder folder;
   // A process that outlives the rank that started it becomes ours.
   TORCH_CHECK(::prctl(PR_SET_CHILD_SUBREAPER, 1) == 0, "prctl failed");
-  const Shared<Accident> accident;
+  const test::Shared<Accident> accident;
   accident->left = failing.occurrence;
   const RankSetting setting{failing, &*accident, timeout,
                             way.exchange == ExchangeKind::kHierarchical};
@@ -457,7 +434,7 @@ std::set<int> ranks_named(std::string error) {
   return named;
 }
 
-// DDP's own collectives are torch's, and do not say whom they lost.
+// What DDP leaves to c10d's reducer does not say whom it lost.
 bool is_an_error_of_ddp(const Way& way, const std::string& outcome) {
   return way.training == Training::kHooks && outcome.find("shardstep") == std::string::npos &&
          outcome.find("gloo") != std::string::npos;
@@ -485,8 +462,8 @@ void expect_survivors_raise(const Death& death, const std::vector<Fate>& fates, 
     if (rank == victim) continue;
     const auto& outcome = fates[rank].outcome;
     EXPECT_EQ(fates[rank].status, 0) << "rank " << rank;
-    EXPECT_LT(fates[rank].ended - fates[victim].ended, test::patience() * kPromised)
-        << "rank " << rank;
+    EXPECT_LT(fates[rank].ended - fates[victim].ended, test::patience() * test::kPromised)
+        << "rank " << rank << ": " << outcome;
     // Who needed nothing more of it is done.
     if (outcome == reference_of(death.way).outcome) continue;
     EXPECT_TRUE(outcome.starts_with("error ")) << "rank " << rank << ": " << outcome;
@@ -617,7 +594,7 @@ void leave_by_an_exception(ExchangeKind exchange) {
   EXPECT_EQ(fates[1].outcome, "error no more data");
   for (int rank : {0, 2}) {
     EXPECT_TRUE(fates[rank].outcome.starts_with("error ")) << fates[rank].outcome;
-    EXPECT_LT(fates[rank].ended - fates[1].ended, test::patience() * kPromised);
+    EXPECT_LT(fates[rank].ended - fates[1].ended, test::patience() * test::kPromised);
     expect_named(way, 1, fates, rank);
   }
   EXPECT_GE(expect_new_run_goes_on(way, place), 1);

@@ -260,9 +260,26 @@ ssize_t pread(int fd, void* data, size_t size, off_t offset) {
   if (count > 0) calls.bytes_read += count;
   return count;
 }
+// What it adds to a file reads as zeros.
 int fallocate(int fd, int mode, off_t offset, off_t size) {
   if (count_call()) return -1;
-  return next<int(int, int, off_t, off_t)>("fallocate")(fd, mode, offset, size);
+  auto* const real = next<int(int, int, off_t, off_t)>("fallocate");
+  CallLog* const log = log_of_calls;
+  if (!log || !is_in_log_directory(log, fd)) return real(fd, mode, offset, size);
+  if (mode != 0) refuse_for("fallocate", fd);
+  CallLog::Turn turn(log);
+  struct stat before{};
+  ::fstat(fd, &before);
+  const int result = real(fd, mode, offset, size);
+  if (result == 0 && offset + size > before.st_size) {
+    LoggedCall record;
+    record.kind = LoggedCall::kWrite;
+    record.inode = before.st_ino;
+    record.offset = before.st_size;
+    record.data.assign(static_cast<size_t>(offset + size - before.st_size), '\0');
+    turn.add(record);
+  }
+  return result;
 }
 ssize_t write(int fd, const void* data, size_t size) {
   CallLog* const log = log_of_calls;
@@ -333,6 +350,26 @@ int openat(int directory, const char* path, int flags, ...) {
   if ((flags & O_ACCMODE) != O_RDONLY) refuse_for("openat", path, directory);
   return next<int(int, const char*, int, mode_t)>("openat")(directory, path, flags, mode);
 }
+int openat64(int directory, const char* path, int flags, ...) {
+  std::va_list arguments;
+  va_start(arguments, flags);
+  const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  if ((flags & O_ACCMODE) != O_RDONLY) refuse_for("openat64", path, directory);
+  return next<int(int, const char*, int, mode_t)>("openat64")(directory, path, flags, mode);
+}
+int open64(const char* path, int flags, ...) {
+  std::va_list arguments;
+  va_start(arguments, flags);
+  const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  if ((flags & O_ACCMODE) != O_RDONLY) refuse_for("open64", path);
+  return next<int(const char*, int, mode_t)>("open64")(path, flags, mode);
+}
+int creat(const char* path, mode_t mode) {
+  refuse_for("creat", path);
+  return next<int(const char*, mode_t)>("creat")(path, mode);
+}
 FILE* fopen(const char* path, const char* mode) {
   if (std::string_view(mode).find_first_of("wa+") != std::string_view::npos) {
     refuse_for("fopen", path);
@@ -359,6 +396,27 @@ int renameat(int from_directory, const char* from, int to_directory, const char*
   return next<int(int, const char*, int, const char*)>("renameat")(from_directory, from,
                                                                    to_directory, to);
 }
+int renameat2(int from_directory, const char* from, int to_directory, const char* to,
+              unsigned flags) noexcept {
+  refuse_for("renameat2", from, from_directory);
+  refuse_for("renameat2", to, to_directory);
+  return next<int(int, const char*, int, const char*, unsigned)>("renameat2")(
+      from_directory, from, to_directory, to, flags);
+}
+int linkat(int from_directory, const char* from, int to_directory, const char* to,
+           int flags) noexcept {
+  refuse_for("linkat", to, to_directory);
+  return next<int(int, const char*, int, const char*, int)>("linkat")(from_directory, from,
+                                                                      to_directory, to, flags);
+}
+int symlinkat(const char* to, int directory, const char* path) noexcept {
+  refuse_for("symlinkat", path, directory);
+  return next<int(const char*, int, const char*)>("symlinkat")(to, directory, path);
+}
+int mkdirat(int directory, const char* path, mode_t mode) noexcept {
+  refuse_for("mkdirat", path, directory);
+  return next<int(int, const char*, mode_t)>("mkdirat")(directory, path, mode);
+}
 int symlink(const char* to, const char* path) noexcept {
   refuse_for("symlink", path);
   return next<int(const char*, const char*)>("symlink")(to, path);
@@ -384,6 +442,14 @@ int ftruncate(int fd, off_t size) noexcept {
 ssize_t writev(int fd, const struct iovec* parts, int count) {
   refuse_for("writev", fd);
   return next<ssize_t(int, const struct iovec*, int)>("writev")(fd, parts, count);
+}
+ssize_t pwritev(int fd, const struct iovec* parts, int count, off_t offset) {
+  refuse_for("pwritev", fd);
+  return next<ssize_t(int, const struct iovec*, int, off_t)>("pwritev")(fd, parts, count, offset);
+}
+ssize_t pwrite64(int fd, const void* data, size_t size, off64_t offset) {
+  refuse_for("pwrite64", fd);
+  return next<ssize_t(int, const void*, size_t, off64_t)>("pwrite64")(fd, data, size, offset);
 }
 ssize_t copy_file_range(int from, off_t* from_at, int to, off_t* to_at, size_t size,
                         unsigned flags) {

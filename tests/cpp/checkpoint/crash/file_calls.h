@@ -2,7 +2,7 @@
 
 // The calls by which the library reaches files, intercepted: a process can be killed at one of
 // them, calls can fail, and calls of several processes can be logged in the order in which they
-// were made. A call that the log does not know ends a process that logs.
+// were made. Other calls that change files end a process that logs.
 
 #include <sys/types.h>
 
