@@ -358,7 +358,7 @@ void bind_engine(py::module_& module) {
       // What is under way still uses the engine's exchange.
       .def("after_partial_step", wrap_pybind_function_no_gil(after_partial_step),
            py::keep_alive<0, 1>())
-      .def("set_announce", &ShardEngine::set_announce)
+      .def("set_join", &ShardEngine::set_join)
       .def("set_joined", &ShardEngine::set_joined)
       .def("end_join", wrap_pybind_function_no_gil(&ShardEngine::end_join))
       .def("drop_sums", wrap_pybind_function_no_gil([](ShardEngine& e) { e.drop_sums(); }))

@@ -20,6 +20,7 @@ class GradientMethods(ShardedOptimizer):
 
     initialized: bool
     _stage: int
+    _in_join: bool
     _has_inputs: bool
     _announced: bool
     """Whether ranks that have joined have been told of this step."""
@@ -71,9 +72,13 @@ class GradientMethods(ShardedOptimizer):
         assert gradients is not None
         return gradients
 
+    @property
+    def _has_inputs_in_join(self) -> bool:
+        return self._join_config.enable and self._in_join and self._has_inputs
+
     def _announce(self) -> None:
         """Once per step: from here on, ranks that have joined do their share of it."""
-        if self._join_config.enable and self._has_inputs and not self._announced:
+        if self._has_inputs_in_join and not self._announced:
             self._announced = True
             Join.notify_join_context(self)
 
@@ -140,6 +145,12 @@ class GradientMethods(ShardedOptimizer):
         """Stage 2: clips every element of the gradients. Collective."""
         self._announce()
         self.engine.clip_grad_value(float(clip_value))
+
+
+def has_inputs_in_join(optimizer: Callable[[], "GradientMethods | None"]) -> bool:
+    """What the engine asks before each backward pass that synchronizes."""
+    this = optimizer()
+    return this is not None and this._has_inputs_in_join
 
 
 def announce(optimizer: Callable[[], "GradientMethods | None"]) -> None:

@@ -340,6 +340,7 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
   auto heard = hear(question);
   auto used = this->used(heard);
   line_up(heard);
+  reducer_.post_held(heard.flags);
   check_not_changed(used);
   check_same_changes(heard.messages);
   const bool same_forgotten = std::all_of(

@@ -128,9 +128,13 @@ class SHARDSTEP_API ShardEngine {
   bool sync() const { return !reducer_ || reducer_->sync(); }
   // Stage 2: forgets the gradients.
   void drop_sums();
-  // Stage 2: is called before the first message of a step where messages must come in one order:
-  // ranks that have joined must hear of the step before that.
-  void set_announce(std::function<void()> announce) { announce_ = std::move(announce); }
+  // Stage 2: `has_inputs` says whether this rank is in a Join and has inputs. Then `announce` is
+  // called before the first message of a step where messages must come in one order: ranks that
+  // have joined must hear of the step before that.
+  void set_join(std::function<bool()> has_inputs, std::function<void()> announce) {
+    has_inputs_in_join_ = std::move(has_inputs);
+    announce_ = std::move(announce);
+  }
   // Stage 2: a rank that has joined forgets its gradients when the others do.
   void set_joined(bool joined) {
     if (gradients_) gradients_->set_joined(joined);
@@ -250,6 +254,7 @@ class SHARDSTEP_API ShardEngine {
   std::vector<at::Tensor> params_;      // by index across groups
   std::vector<std::string> kinds_;
   std::vector<Bucket> buckets_;
+  std::function<bool()> has_inputs_in_join_;
   std::function<void()> announce_;
   std::unique_ptr<GradientReducer> reducer_;             // stage 2, more than one rank
   std::unique_ptr<ShardedGradients> gradients_;          // likewise
