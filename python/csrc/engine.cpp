@@ -364,7 +364,7 @@ void bind_engine(py::module_& module) {
       .def("drop_sums", wrap_pybind_function_no_gil([](ShardEngine& e) { e.drop_sums(); }))
       .def_property_readonly("gradients", &ShardEngine::gradients,
                              py::return_value_policy::reference_internal)
-      .def_property_readonly("replaced_gradient", &ShardEngine::replaced_gradient)
+      .def_property_readonly("replaced_gradients", &ShardEngine::replaced_gradients)
       .def("set_stand_in",
            wrap_pybind_function([](ShardEngine& engine, int64_t param, const at::Tensor& stand_in) {
              engine.set_stand_in(param, stand_in);

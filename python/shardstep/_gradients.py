@@ -31,6 +31,7 @@ class GradientMethods(ShardedOptimizer):
     def param_groups(self) -> list[ParamGroup]:
         # A GradScaler looks for gradients here, and must find them on a rank without a batch too.
         if self._stage == 2 and self.initialized:
+            self._take_back_aliases()  # else their sums would be forgotten
             self.engine.show_gradients()
         return self._param_groups
 
@@ -50,14 +51,11 @@ class GradientMethods(ShardedOptimizer):
 
     def _take_back_aliases(self) -> None:
         """Restores the stand-in after `p.grad = p.grad.detach()` and the like."""
-        parameters = self._index_to_param
-        while (index := self.engine.replaced_gradient) >= 0:
-            gradient = parameters[index].grad
-            if not isinstance(gradient, ShardedGradient) or not gradient.is_alias_of(
-                self._stand_ins[index]
-            ):
-                return
-            parameters[index].grad = self._stand_ins[index]
+        for index in self.engine.replaced_gradients:
+            parameter, stand_in = self._index_to_param[index], self._stand_ins[index]
+            gradient = parameter.grad
+            if isinstance(gradient, ShardedGradient) and gradient.is_alias_of(stand_in):
+                parameter.grad = stand_in
 
     @property
     def _sharded_gradients(self) -> ShardedGradients:
@@ -102,6 +100,7 @@ class GradientMethods(ShardedOptimizer):
             super().zero_grad(set_to_none)
             self.engine.drop_sums()
         else:
+            self._take_back_aliases()
             for parameter in self._index_of:
                 if parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient):
                     parameter.grad.zero_()

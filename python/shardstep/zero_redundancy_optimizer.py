@@ -71,6 +71,7 @@ class _ZeROJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self.zero._in_join = False
+        self.zero._take_back_aliases()
         self.zero.engine.end_join(is_last_joiner)
 
 

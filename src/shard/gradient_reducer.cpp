@@ -392,6 +392,16 @@ int64_t GradientReducer::replaced() const {
   return -1;
 }
 
+std::vector<int64_t> GradientReducer::replaced_beside_sums() const {
+  std::vector<int64_t> replaced;
+  for (const auto* param : watched_) {
+    const auto& gradient = param->reduced.param.grad();
+    if (!gradient.defined() || param->sum_is_wanted()) continue;
+    if (made_round_ || param->bucket->sum.defined()) replaced.push_back(param->reduced.index);
+  }
+  return replaced;
+}
+
 int64_t GradientReducer::sum_bytes() const {
   int64_t bytes = 0;
   for (const auto& bucket : buckets_) {

@@ -125,6 +125,8 @@ class SHARDSTEP_API GradientReducer {
   at::Tensor own(int64_t param) const;
   // A trainable parameter whose `.grad` was replaced since the round; -1 if there is none.
   int64_t replaced() const;
+  // All parameters whose `.grad` was replaced since the round, or while an earlier sum is kept.
+  std::vector<int64_t> replaced_beside_sums() const;
 
   // From the next round on, also sums squares.
   void want_squares() { want_squares_ = true; }

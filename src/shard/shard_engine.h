@@ -150,9 +150,10 @@ class SHARDSTEP_API ShardEngine {
   void set_stand_in(int64_t param, at::Tensor stand_in) {
     if (reducer_) reducer_->set_stand_in(param, std::move(stand_in));
   }
-  // Stage 2: a parameter whose `.grad` was replaced since the backward pass, -1 if there is none.
-  int64_t replaced_gradient() const {
-    return reducer_ && reducer_->made_round() ? reducer_->replaced() : -1;
+  // Stage 2: the parameters whose `.grad` was replaced since the backward pass, or while the sum of
+  // an earlier one is kept.
+  std::vector<int64_t> replaced_gradients() const {
+    return reducer_ ? reducer_->replaced_beside_sums() : std::vector<int64_t>();
   }
   // Stage 2: lets code that looks for gradients in `.grad` find them on a rank without a batch.
   void show_gradients() {

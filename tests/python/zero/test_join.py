@@ -735,3 +735,48 @@ def test_several_passes_with_two_optimizers(clips, exchange):
             optimizer.step()
     for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def alias_all(net):
+    for parameter in net.parameters():
+        parameter.grad = parameter.grad.detach()
+
+
+@ours
+@pytest.mark.parametrize("forget", [forget_by_the_optimizer, forget_by_zeros])
+@on_ranks(2, timeout=30)
+def test_gradients_that_were_replaced_by_aliases_after_a_step(forget):
+    """A rank that has joined steps with them in `.grad`; no code of the user's clears them."""
+    plain, optimizer, net, zero = branches("element", momentum=0.9)
+    rank = dist.get_rank()
+    for epoch, count in enumerate([lambda r: 1 + r, lambda r: 2 - r]):
+        with Join([zero]):
+            for step in range(count(rank)):
+                forget(net, zero)
+                sum(net.losses(10 * epoch + step, True, [rank])).backward()
+                zero.step()
+                alias_all(net)
+        for step in range(2):
+            forget(plain, optimizer)
+            ranks = [r for r in range(2) if step < count(r)]
+            (sum(plain.losses(10 * epoch + step, True, ranks)) / 2).backward()
+            optimizer.step()
+        for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@ours
+@on_ranks(2, timeout=30)
+def test_a_rank_without_a_batch_steps_with_aliases_of_gradients():
+    """No Join: the gradients of the step before are kept."""
+    plain, optimizer, net, zero = branches("element")
+    for ranks in ([0, 1], [1]):
+        (sum(plain.losses(0, True, ranks)) / 2).backward()
+        optimizer.step()
+        if dist.get_rank() in ranks:
+            sum(net.losses(0, True, [dist.get_rank()])).backward()
+        zero.step()
+        if dist.get_rank() == 0:
+            alias_all(net)
+    for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
