@@ -574,6 +574,48 @@ TEST_P(Stage2Test, SeveralPassesWithTwoOptimizersInAJoin) {
   }
 }
 
+// Those that have joined take part in the first one's step until then.
+TEST_P(Stage2Test, AnotherOptimizerBeforeTheFirstStepsThrowsOnceARankHasJoined) {
+  const int world_size = GetParam();
+  test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+    const auto params = test::make_params(7);
+    const auto plain_params = test::make_params(7);
+    const auto half = params.begin() + static_cast<ptrdiff_t>(params.size()) / 2;
+    const torch::optim::SGDOptions options(1e-3);
+    ZeroRedundancyOptimizer one(Tensors(params.begin(), half), options, options_of({}, group));
+    ZeroRedundancyOptimizer other(Tensors(half, params.end()), options, options_of({}, group));
+    optim::SGD plain(plain_params, options);
+    const int rank = group->getRank();
+    Join join({one, other});
+    for (int step = 0; step < (rank == 0 ? 1 : 2); ++step) {
+      one.zero_grad();
+      other.zero_grad();
+      loss_of(params, rank, step).backward();
+      one.clip_grad_value_(0.4);
+      if (step == 0) {
+        other.clip_grad_value_(0.4);
+      } else {
+        const auto error = test::error_of([&] { other.clip_grad_value_(0.4); });
+        EXPECT_NE(error.find("clip and step before the next one does"), std::string::npos) << error;
+      }
+      one.step();
+      other.clip_grad_value_(0.4);
+      other.step();
+    }
+    join.finish();
+    for (int step = 0; step < std::min(world_size, 2); ++step) {
+      Tensors sums(params.size());
+      std::vector<Tensors> given(world_size, sums);
+      for (int r = step; r < world_size; ++r) given[r] = gradients_of(plain_params, r, {step});
+      add_average(given, plain_params, sums, {});
+      set_all(plain_params, sums);
+      torch::nn::utils::clip_grad_value_(plain_params, 0.4);
+      plain.step();
+    }
+    test::expect_equal(params, plain_params, "after two steps");
+  });
+}
+
 TEST_P(Stage2Test, ClipsByValue) {
   const int world_size = GetParam();
   test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {

@@ -780,3 +780,31 @@ def test_a_rank_without_a_batch_steps_with_aliases_of_gradients():
             alias_all(net)
     for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@ours
+@on_ranks(2, timeout=30)
+def test_another_optimizer_before_the_first_steps_is_an_error_once_a_rank_has_joined():
+    """A rank that has joined takes part in the first one's step until then. Training can go on."""
+    plain, net, zeros = two_optimizers("auto")[:3]
+    rank = dist.get_rank()
+    with Join(zeros):
+        for step in range(1 + rank):
+            train_in_passes(net, zeros, 10 * step, 1)
+            zeros[0].clip_grad_norm_(10.0)
+            if step == 0:  # every rank has inputs
+                zeros[1].clip_grad_norm_(10.0)
+            else:
+                with pytest.raises(RuntimeError, match="clip and step before the next one does"):
+                    zeros[1].clip_grad_norm_(10.0)
+                with pytest.raises(RuntimeError, match="clip and step before the next one does"):
+                    zeros[1].step()
+            for zero in zeros:
+                zero.step()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        (sum(plain.losses(10 * step, True, range(step, 2))) / 2).backward()
+        optimizer.step()
+    for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
