@@ -3,7 +3,8 @@
 // Uneven inputs: ranks that run out of inputs shadow the collective calls of the others until all
 // have joined. Every Joinable announces its collectives; a joined rank runs the hook of the one
 // that was announced, so neither the order of the list nor that of the calls matters; but each
-// forward pass of a DistributedDataParallel has its backward pass before the next forward pass.
+// forward pass of a DistributedDataParallel has its backward pass before the next forward pass, and
+// each optimizer of stage 2 that clips or looks at gradients steps before another one does so.
 // Collective: Join::finish, and notify_join_context inside a Join. Destruction does not
 // communicate. Thread safety: one thread at a time.
 

@@ -57,8 +57,10 @@ void GradientReducer::forget_rounds() {
 void GradientReducer::forget_unwanted() {
   forgotten_parts_ = forgotten_parts_when_behind();
   for (auto& bucket : buckets_) bucket->keep_what_is_wanted();
-  for (const auto* param : watched_) {
-    if (!param->sum_is_wanted()) used_here_[param->reduced.index] = 0;
+  for (auto* param : watched_) {
+    if (param->sum_is_wanted()) continue;
+    used_here_[param->reduced.index] = 0;
+    param->held.reset();
   }
   if (all_forgotten()) forget_rounds();
 }
@@ -92,6 +94,7 @@ void GradientReducer::forget_up_to(int64_t forgotten_rounds,
     auto& bucket = *buckets_[b];
     post_until(bucket, posts[b].forgotten);
     for (auto& param : bucket.params) {
+      param.held.reset();
       // A post beyond those is the one of zeros that this rank has just made in its step().
       bucket.posts.made > posts[b].forgotten ? bucket.zero(param) : zero(param);
     }
@@ -118,6 +121,7 @@ std::vector<uint8_t> GradientReducer::flags() const {
   for (const auto* param : watched_) {
     const auto index = param->reduced.index;
     if (forgotten_here_[index]) flags[index] |= kForgotten;
+    if (param->held.defined()) flags[index] |= kHeld;
     if (!param->sum_is_wanted()) flags[index] = (flags[index] & ~kUsed) | kDropped;
   }
   return flags;
@@ -178,6 +182,7 @@ void GradientReducer::show_stand_ins() {
 }
 
 void GradientReducer::zero(WatchedParam& param) {
+  param.held.reset();
   param.stale = is_under_way(*param.bucket);
   param.bucket->zero(param);
   param.sum_is_zero = true;

@@ -334,12 +334,26 @@ void ShardedGradients::check_fit(const std::vector<uint8_t>& used) const {
                     detail::who(group_));
 }
 
+// Whether ranks that have joined go on to another meeting of the same step.
+bool ShardedGradients::is_attended(const std::vector<Message>& messages) {
+  bool attended = false, all_step = true;
+  for (const auto& message : messages) {
+    const bool steps = message.question.kind == Kind::kStep;
+    attended = attended || (message.has_joined && steps);
+    all_step = all_step && steps;
+  }
+  return attended && !all_step;
+}
+
 // Every rank brings what it wants to know; a rank in before_step() wants nothing.
 std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& question) {
+  attended_.check_no_other();
+  attended_.end();
   reducer_.end_round();
   auto heard = hear(question);
   auto used = this->used(heard);
   line_up(heard);
+  reducer_.post_held(heard.flags);
   check_not_changed(used);
   check_same_changes(heard.messages);
   const bool same_forgotten = std::all_of(
@@ -351,6 +365,7 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
     forget_changes();
   }
   met_ = true;
+  if (is_attended(heard.messages)) attended_.begin();
   return std::move(heard.messages);
 }
 

@@ -25,7 +25,10 @@ ShardedGradients::ShardedGradients(Exchange& control, Exchange& exchange, Gradie
       exchange_(exchange),
       reducer_(reducer),
       agreement_(agreement),
-      params_(params) {}
+      params_(params),
+      attended_(group_) {}
+
+ShardedGradients::~ShardedGradients() = default;
 
 void ShardedGradients::answer(const std::vector<Message>& messages) {
   check_not_foreign(messages);

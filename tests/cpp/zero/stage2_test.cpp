@@ -505,6 +505,117 @@ TEST_P(Stage2Test, GradientsAreForgottenAfterTheLastStepOfAJoin) {
   }
 }
 
+// Of rank r's passes, which make two steps for every rank above 0 and none for rank 0.
+void expect_passes_in_join(const ProcessGroupPtr& group, ExchangeKind exchange, bool twice) {
+  const int rank = group->getRank(), world_size = group->getSize();
+  const auto params = test::make_params(7);
+  const auto plain_params = test::make_params(7);
+  const size_t half = params.size() / 2;
+  const Tensors first(params.begin(), params.begin() + half);
+  const Tensors rest(params.begin() + half, params.end());
+  const auto make = [&](const Tensors& some) {
+    return std::make_unique<ZeroRedundancyOptimizer>(some, torch::optim::SGDOptions(1e-3),
+                                                     options_of({.exchange = exchange}, group));
+  };
+  std::vector<std::unique_ptr<ZeroRedundancyOptimizer>> zeros;
+  zeros.push_back(make(twice ? first : params));
+  if (twice) zeros.push_back(make(rest));
+  optim::SGD plain(plain_params, torch::optim::SGDOptions(1e-3));
+  const auto passes_of = [](int r) { return r == 1 ? 3 : 2; };
+  const auto steps_of = [](int r) { return r == 0 ? 0 : 2; };
+  Joinables joinables;
+  for (const auto& zero : zeros) joinables.emplace_back(*zero);
+  Join join(joinables);
+  for (int step = 0; step < steps_of(rank); ++step) {
+    for (const auto& zero : zeros) zero->zero_grad();
+    for (int pass = 0; pass < passes_of(rank); ++pass) {
+      loss_of(params, rank, 10 * step + pass).backward();
+    }
+    // Ranks that have joined follow the calls, not the list.
+    for (size_t i = zeros.size(); i-- > 0;) {
+      zeros[i]->clip_grad_value_(0.4);
+      zeros[i]->step();
+    }
+  }
+  join.finish();
+  for (int step = 0; step < 2; ++step) {
+    Tensors sums(params.size());
+    std::vector<Tensors> given(world_size, sums);
+    for (int other = 1; other < world_size; ++other) {
+      std::vector<int> passes;
+      for (int pass = 0; pass < passes_of(other); ++pass) passes.push_back(10 * step + pass);
+      given[other] = gradients_of(plain_params, other, passes);
+    }
+    add_average(given, plain_params, sums, {});
+    set_all(plain_params, sums);
+    torch::nn::utils::clip_grad_value_(plain_params, 0.4);
+    plain.step();
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(params[i], plain_params[i], 1e-5, 1e-6)) << i;
+  }
+}
+
+// A rank that has joined hears of a step only when it is announced.
+TEST_P(Stage2Test, SeveralPassesOfAStepWhileRanksHaveJoined) {
+  for (auto exchange : test::exchanges(
+           {ExchangeKind::kPairwise, ExchangeKind::kSharedMemory, ExchangeKind::kNative})) {
+    test::run_ranks(GetParam(), [&](const ProcessGroupPtr& group) {
+      expect_passes_in_join(group, exchange, false);
+    });
+  }
+}
+
+TEST_P(Stage2Test, SeveralPassesWithTwoOptimizersInAJoin) {
+  for (auto exchange : kExchanges) {
+    test::run_ranks(GetParam(), [&](const ProcessGroupPtr& group) {
+      expect_passes_in_join(group, exchange, true);
+    });
+  }
+}
+
+// Those that have joined take part in the first one's step until then.
+TEST_P(Stage2Test, AnotherOptimizerBeforeTheFirstStepsThrowsOnceARankHasJoined) {
+  const int world_size = GetParam();
+  test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+    const auto params = test::make_params(7);
+    const auto plain_params = test::make_params(7);
+    const auto half = params.begin() + static_cast<ptrdiff_t>(params.size()) / 2;
+    const torch::optim::SGDOptions options(1e-3);
+    ZeroRedundancyOptimizer one(Tensors(params.begin(), half), options, options_of({}, group));
+    ZeroRedundancyOptimizer other(Tensors(half, params.end()), options, options_of({}, group));
+    optim::SGD plain(plain_params, options);
+    const int rank = group->getRank();
+    Join join({one, other});
+    for (int step = 0; step < (rank == 0 ? 1 : 2); ++step) {
+      one.zero_grad();
+      other.zero_grad();
+      loss_of(params, rank, step).backward();
+      one.clip_grad_value_(0.4);
+      if (step == 0) {
+        other.clip_grad_value_(0.4);
+      } else {
+        const auto error = test::error_of([&] { other.clip_grad_value_(0.4); });
+        EXPECT_NE(error.find("clip and step before the next one does"), std::string::npos) << error;
+      }
+      one.step();
+      other.clip_grad_value_(0.4);
+      other.step();
+    }
+    join.finish();
+    for (int step = 0; step < std::min(world_size, 2); ++step) {
+      Tensors sums(params.size());
+      std::vector<Tensors> given(world_size, sums);
+      for (int r = step; r < world_size; ++r) given[r] = gradients_of(plain_params, r, {step});
+      add_average(given, plain_params, sums, {});
+      set_all(plain_params, sums);
+      torch::nn::utils::clip_grad_value_(plain_params, 0.4);
+      plain.step();
+    }
+    test::expect_equal(params, plain_params, "after two steps");
+  });
+}
+
 TEST_P(Stage2Test, ClipsByValue) {
   const int world_size = GetParam();
   test::run_ranks(world_size, [&](const ProcessGroupPtr& group) {
