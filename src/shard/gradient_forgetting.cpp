@@ -103,14 +103,17 @@ void GradientReducer::forget_up_to(int64_t forgotten_rounds,
   forgotten_rounds_ = forgotten_rounds;
 }
 
-void GradientReducer::catch_up(int64_t rounds, const std::vector<BucketPosts>& posts) {
+void GradientReducer::catch_up(int64_t rounds, const std::vector<BucketPosts>& posts,
+                               const std::vector<std::span<const uint8_t>>& flags) {
   const std::lock_guard lock(mutex_);
-  if (rounds_ < rounds) {  // as a round of its own would
+  const bool is_behind = rounds_ < rounds;
+  if (is_behind) {  // as a round of its own would
     take_trainable_sums();
     forget_unwanted();
   }
   for (size_t b = 0; b < buckets_.size(); ++b) post_until(*buckets_[b], posts[b].made);
-  if (rounds_ == rounds) return;
+  post_held(flags, is_behind);
+  if (!is_behind) return;
   rounds_ = rounds;
   made_round_ = true;
   settled_ = false;

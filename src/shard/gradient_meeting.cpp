@@ -39,7 +39,7 @@ bool follows_leader(const std::vector<Message>& messages, size_t rank) {
 // All ranks have made the same rounds then, and none is left over.
 void ShardedGradients::refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
                                      const Posts& posts) {
-  reducer_.catch_up(rounds, posts);
+  reducer_.catch_up(rounds, posts, /*flags=*/{});  // what is held back is dropped
   drop_all();
   std::string got;
   for (size_t rank = 0; rank < messages.size(); ++rank) {
@@ -117,7 +117,7 @@ void ShardedGradients::line_up(Heard& heard) {
       reducer_.follow(heard.flags[leader].data(), follows_leader(messages, own));
     }
   }
-  reducer_.catch_up(rounds, heard.posts);
+  reducer_.catch_up(rounds, heard.posts, heard.flags);
 }
 
 // The changes of one rank, on every rank.
@@ -353,7 +353,6 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
   auto heard = hear(question);
   auto used = this->used(heard);
   line_up(heard);
-  reducer_.post_held(heard.flags);
   check_not_changed(used);
   check_same_changes(heard.messages);
   const bool same_forgotten = std::all_of(

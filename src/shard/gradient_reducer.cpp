@@ -304,8 +304,9 @@ void GradientReducer::send(WatchedBucket& bucket) {
   under_way_.push_back(&bucket);
 }
 
-void GradientReducer::post_held(const std::vector<std::span<const uint8_t>>& flags) {
-  const std::lock_guard lock(mutex_);
+// Of a rank that is behind, what it has would have been taken in the rounds that it lacks.
+void GradientReducer::post_held(const std::vector<std::span<const uint8_t>>& flags,
+                                bool is_behind) {
   at::NoGradGuard no_grad;
   const auto is_held = [&](const WatchedParam& param) {
     return std::any_of(flags.begin(), flags.end(),
@@ -316,6 +317,9 @@ void GradientReducer::post_held(const std::vector<std::span<const uint8_t>>& fla
     if (std::none_of(bucket.params.begin(), bucket.params.end(), is_held)) continue;
     if (is_under_way(bucket)) take_sum(bucket);
     bucket.keep_sum();
+    for (auto& param : bucket.params) {
+      if (is_behind) take_gradient(param);
+    }
     send(bucket);
   }
 }

@@ -82,11 +82,10 @@ class SHARDSTEP_API GradientReducer {
   // Forgets the first rounds and posts, and posts zeros for those of them that this rank did not
   // make. REQUIRES: !has_contributed() if these are more than forgotten_rounds(). Collective.
   void forget_up_to(int64_t forgotten_rounds, const std::vector<BucketPosts>& posts);
-  // Posts zeros until there were as many rounds and posts of each bucket. Collective.
-  void catch_up(int64_t rounds, const std::vector<BucketPosts>& posts);
-  // Posts the buckets of which any rank holds gradients back, by the flags of all ranks. REQUIRES:
-  // as many posts of each bucket on every rank. Collective.
-  void post_held(const std::vector<std::span<const uint8_t>>& flags);
+  // Posts zeros until there were as many rounds and posts of each bucket, then the buckets of which
+  // any rank holds gradients back, by the flags of all ranks. Collective.
+  void catch_up(int64_t rounds, const std::vector<BucketPosts>& posts,
+                const std::vector<std::span<const uint8_t>>& flags);
 
   // By parameter: flags that describe this rank's gradients of it.
   std::vector<uint8_t> flags() const;
@@ -170,6 +169,7 @@ class SHARDSTEP_API GradientReducer {
   void post(WatchedBucket& bucket);
   void take_gradient(WatchedParam& param);
   void send(WatchedBucket& bucket);
+  void post_held(const std::vector<std::span<const uint8_t>>& flags, bool is_behind);
   void take_ready_sums();
   void take_sums();
   void take_trainable_sums();
