@@ -358,13 +358,13 @@ void bind_engine(py::module_& module) {
       // What is under way still uses the engine's exchange.
       .def("after_partial_step", wrap_pybind_function_no_gil(after_partial_step),
            py::keep_alive<0, 1>())
-      .def("set_join", &ShardEngine::set_join)
+      .def("set_announce", &ShardEngine::set_announce)
       .def("set_joined", &ShardEngine::set_joined)
       .def("end_join", wrap_pybind_function_no_gil(&ShardEngine::end_join))
       .def("drop_sums", wrap_pybind_function_no_gil([](ShardEngine& e) { e.drop_sums(); }))
       .def_property_readonly("gradients", &ShardEngine::gradients,
                              py::return_value_policy::reference_internal)
-      .def_property_readonly("replaced_gradients", &ShardEngine::replaced_gradients)
+      .def_property_readonly("replaced_gradient", &ShardEngine::replaced_gradient)
       .def("set_stand_in",
            wrap_pybind_function([](ShardEngine& engine, int64_t param, const at::Tensor& stand_in) {
              engine.set_stand_in(param, stand_in);

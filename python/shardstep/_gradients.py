@@ -20,7 +20,6 @@ class GradientMethods(ShardedOptimizer):
 
     initialized: bool
     _stage: int
-    _in_join: bool
     _has_inputs: bool
     _announced: bool
     """Whether ranks that have joined have been told of this step."""
@@ -31,7 +30,6 @@ class GradientMethods(ShardedOptimizer):
     def param_groups(self) -> list[ParamGroup]:
         # A GradScaler looks for gradients here, and must find them on a rank without a batch too.
         if self._stage == 2 and self.initialized:
-            self._take_back_aliases()  # else their sums would be forgotten
             self.engine.show_gradients()
         return self._param_groups
 
@@ -51,11 +49,14 @@ class GradientMethods(ShardedOptimizer):
 
     def _take_back_aliases(self) -> None:
         """Restores the stand-in after `p.grad = p.grad.detach()` and the like."""
-        for index in self.engine.replaced_gradients:
-            parameter, stand_in = self._index_to_param[index], self._stand_ins[index]
-            gradient = parameter.grad
-            if isinstance(gradient, ShardedGradient) and gradient.is_alias_of(stand_in):
-                parameter.grad = stand_in
+        parameters = self._index_to_param
+        while (index := self.engine.replaced_gradient) >= 0:
+            gradient = parameters[index].grad
+            if not isinstance(gradient, ShardedGradient) or not gradient.is_alias_of(
+                self._stand_ins[index]
+            ):
+                return
+            parameters[index].grad = self._stand_ins[index]
 
     @property
     def _sharded_gradients(self) -> ShardedGradients:
@@ -70,13 +71,9 @@ class GradientMethods(ShardedOptimizer):
         assert gradients is not None
         return gradients
 
-    @property
-    def _has_inputs_in_join(self) -> bool:
-        return self._join_config.enable and self._in_join and self._has_inputs
-
     def _announce(self) -> None:
         """Once per step: from here on, ranks that have joined do their share of it."""
-        if self._has_inputs_in_join and not self._announced:
+        if self._join_config.enable and self._has_inputs and not self._announced:
             self._announced = True
             Join.notify_join_context(self)
 
@@ -100,7 +97,6 @@ class GradientMethods(ShardedOptimizer):
             super().zero_grad(set_to_none)
             self.engine.drop_sums()
         else:
-            self._take_back_aliases()
             for parameter in self._index_of:
                 if parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient):
                     parameter.grad.zero_()
@@ -144,12 +140,6 @@ class GradientMethods(ShardedOptimizer):
         """Stage 2: clips every element of the gradients. Collective."""
         self._announce()
         self.engine.clip_grad_value(float(clip_value))
-
-
-def has_inputs_in_join(optimizer: Callable[[], "GradientMethods | None"]) -> bool:
-    """What the engine asks before each backward pass that synchronizes."""
-    this = optimizer()
-    return this is not None and this._has_inputs_in_join
 
 
 def announce(optimizer: Callable[[], "GradientMethods | None"]) -> None:

@@ -22,7 +22,7 @@ from shardstep._checkpoint import CheckpointMethods, finish
 from shardstep._cost import Cost
 from shardstep._errors import telling_every_rank, where
 from shardstep._forward_overlap import Arrivals, wait_in
-from shardstep._gradients import announce, has_inputs_in_join
+from shardstep._gradients import announce
 from shardstep._group_settings import GROUP_KEYS, default_settings, take_settings
 from shardstep._groups import GroupMethods
 from shardstep._module import broadcast, module_to_follow
@@ -70,8 +70,6 @@ class _ZeROJoinHook(JoinHook):
             self.zero.engine.set_joined(False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.zero._in_join = False
-        self.zero._take_back_aliases()
         self.zero.engine.end_join(is_last_joiner)
 
 
@@ -187,7 +185,6 @@ class ZeroRedundancyOptimizer(
         self._join_group(process_group)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._has_inputs = True
-        self._in_join = False
         self._announced = False
         self._stand_ins = []
         self._module = None
@@ -238,7 +235,7 @@ class ZeroRedundancyOptimizer(
             Optimizer.__init__(self, groups, {})
         Joinable.__init__(self)
         this = weakref.ref(self)
-        self.engine.set_join(lambda: has_inputs_in_join(this), lambda: announce(this))
+        self.engine.set_announce(lambda: announce(this))
         self._checkpointer = Checkpointer(self.engine)
         # Also when the interpreter ends.
         weakref.finalize(self, finish, self._checkpointer, os.getpid())
@@ -369,7 +366,6 @@ class ZeroRedundancyOptimizer(
     def join_hook(self, **_kwargs: Any) -> JoinHook:
         """Lets a rank without inputs do its share of the others' steps."""
         self._announced = False
-        self._in_join = True
         return _ZeROJoinHook(self)
 
     @property

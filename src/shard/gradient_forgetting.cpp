@@ -57,10 +57,8 @@ void GradientReducer::forget_rounds() {
 void GradientReducer::forget_unwanted() {
   forgotten_parts_ = forgotten_parts_when_behind();
   for (auto& bucket : buckets_) bucket->keep_what_is_wanted();
-  for (auto* param : watched_) {
-    if (param->sum_is_wanted()) continue;
-    used_here_[param->reduced.index] = 0;
-    param->held.reset();
+  for (const auto* param : watched_) {
+    if (!param->sum_is_wanted()) used_here_[param->reduced.index] = 0;
   }
   if (all_forgotten()) forget_rounds();
 }
@@ -94,7 +92,6 @@ void GradientReducer::forget_up_to(int64_t forgotten_rounds,
     auto& bucket = *buckets_[b];
     post_until(bucket, posts[b].forgotten);
     for (auto& param : bucket.params) {
-      param.held.reset();
       // A post beyond those is the one of zeros that this rank has just made in its step().
       bucket.posts.made > posts[b].forgotten ? bucket.zero(param) : zero(param);
     }
@@ -103,17 +100,14 @@ void GradientReducer::forget_up_to(int64_t forgotten_rounds,
   forgotten_rounds_ = forgotten_rounds;
 }
 
-void GradientReducer::catch_up(int64_t rounds, const std::vector<BucketPosts>& posts,
-                               const std::vector<std::span<const uint8_t>>& flags) {
+void GradientReducer::catch_up(int64_t rounds, const std::vector<BucketPosts>& posts) {
   const std::lock_guard lock(mutex_);
-  const bool is_behind = rounds_ < rounds;
-  if (is_behind) {  // as a round of its own would
+  if (rounds_ < rounds) {  // as a round of its own would
     take_trainable_sums();
     forget_unwanted();
   }
   for (size_t b = 0; b < buckets_.size(); ++b) post_until(*buckets_[b], posts[b].made);
-  post_held(flags, is_behind);
-  if (!is_behind) return;
+  if (rounds_ == rounds) return;
   rounds_ = rounds;
   made_round_ = true;
   settled_ = false;
@@ -124,7 +118,6 @@ std::vector<uint8_t> GradientReducer::flags() const {
   for (const auto* param : watched_) {
     const auto index = param->reduced.index;
     if (forgotten_here_[index]) flags[index] |= kForgotten;
-    if (param->held.defined()) flags[index] |= kHeld;
     if (!param->sum_is_wanted()) flags[index] = (flags[index] & ~kUsed) | kDropped;
   }
   return flags;
@@ -185,7 +178,6 @@ void GradientReducer::show_stand_ins() {
 }
 
 void GradientReducer::zero(WatchedParam& param) {
-  param.held.reset();
   param.stale = is_under_way(*param.bucket);
   param.bucket->zero(param);
   param.sum_is_zero = true;

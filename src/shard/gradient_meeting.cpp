@@ -39,7 +39,7 @@ bool follows_leader(const std::vector<Message>& messages, size_t rank) {
 // All ranks have made the same rounds then, and none is left over.
 void ShardedGradients::refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
                                      const Posts& posts) {
-  reducer_.catch_up(rounds, posts, /*flags=*/{});  // what is held back is dropped
+  reducer_.catch_up(rounds, posts);
   drop_all();
   std::string got;
   for (size_t rank = 0; rank < messages.size(); ++rank) {
@@ -117,7 +117,7 @@ void ShardedGradients::line_up(Heard& heard) {
       reducer_.follow(heard.flags[leader].data(), follows_leader(messages, own));
     }
   }
-  reducer_.catch_up(rounds, heard.posts, heard.flags);
+  reducer_.catch_up(rounds, heard.posts);
 }
 
 // The changes of one rank, on every rank.
@@ -334,21 +334,8 @@ void ShardedGradients::check_fit(const std::vector<uint8_t>& used) const {
                     detail::who(group_));
 }
 
-// Whether ranks that have joined go on to another meeting of the same step.
-bool ShardedGradients::is_attended(const std::vector<Message>& messages) {
-  bool attended = false, all_step = true;
-  for (const auto& message : messages) {
-    const bool steps = message.question.kind == Kind::kStep;
-    attended = attended || (message.has_joined && steps);
-    all_step = all_step && steps;
-  }
-  return attended && !all_step;
-}
-
 // Every rank brings what it wants to know; a rank in before_step() wants nothing.
 std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& question) {
-  attended_.check_no_other();
-  attended_.end();
   reducer_.end_round();
   auto heard = hear(question);
   auto used = this->used(heard);
@@ -364,7 +351,6 @@ std::vector<ShardedGradients::Message> ShardedGradients::meet(const Question& qu
     forget_changes();
   }
   met_ = true;
-  if (is_attended(heard.messages)) attended_.begin();
   return std::move(heard.messages);
 }
 

@@ -28,7 +28,7 @@ void GradientReducer::check_alone(const WatchedParam& param) {
 }
 
 GradientReducer::GradientReducer(Exchange& exchange, int rank, int world_size,
-                                 std::function<bool()> before_round)
+                                 std::function<void()> before_round)
     : exchange_(exchange),
       rank_(rank),
       world_size_(world_size),
@@ -178,13 +178,9 @@ void GradientReducer::begin_round() {
     check_not_under_ddp(param->reduced.param, param->reduced.index);
     check_alone(*param);
   }
-  holds_round_ = before_round_() && rounds_ > settled_rounds_;
-  // Else a rank might wait for another to read what the one before posted.
-  if (!holds_round_) take_trainable_sums();
+  before_round_();
+  take_trainable_sums();  // else a rank might wait for another to read what the one before posted
   forget_unwanted();
-  for (auto* param : watched_) {
-    if (holds_round_ && !param->sum_is_wanted()) zero(*param);  // its sum may be on its way
-  }
   if (std::exchange(begins_anew_, false)) {
     for (const auto* param : watched_) {
       const auto index = param->reduced.index;
@@ -205,7 +201,7 @@ void GradientReducer::begin_round() {
   made_round_ = true;
   settled_ = false;
   ++rounds_;
-  if (!holds_round_) expect_next();
+  expect_next();
 }
 
 // Prepares for the next few buckets: each takes memory for what arrives.
@@ -248,44 +244,25 @@ void GradientReducer::post_ready(WatchedBucket& bucket) {
   }
 }
 
-// What the next post sends of a parameter; a stand-in takes the place of the gradient.
-void GradientReducer::take_gradient(WatchedParam& param) {
-  const auto& reduced = param.reduced;
-  const auto& bucket = *param.bucket;
-  auto& gradient = reduced.param.mutable_grad();
-  if (gradient.defined() && !gradient.is_same(param.stand_in)) {
-    if (param.changed_beside_sum()) used_here_[reduced.index] |= kChanged;
-    const bool fits = reduced.param.scalar_type() == bucket.gradient.dtype() &&
-                      reduced.param.device() == bucket.gradient.device() &&
-                      reduced.param.numel() == reduced.numel();
-    used_here_[reduced.index] |= fits ? kUsed : kUnfit;
-    if (fits) {
-      const auto flat = flat_gradient(reduced.param).to(bucket.gradient.dtype());
-      param.held = param.held.defined() ? param.held + flat : flat;
-    }
-    has_contributed_ = true;
-  }
-  if (param.trainable || gradient.defined()) gradient = param.stand_in;
-  param.set_aside = param.sum_is_zero = false;
-}
-
 void GradientReducer::post(WatchedBucket& bucket) {
   std::optional<PhaseTimer> timer;
   if (times_) timer.emplace(*times_, StepPhase::kPost);
   at::NoGradGuard no_grad;
-  for (auto& param : bucket.params) take_gradient(param);
-  SHARDSTEP_FAILURE_POINT("gradients: complete");
-  const bool holds = in_round_ && holds_round_;
-  if (in_round_ && !holds) expect_next();
-  if (!holds) send(bucket);
-  bucket.posted = true;
-}
-
-void GradientReducer::send(WatchedBucket& bucket) {
   Parts parts(world_size_);
   for (auto& param : bucket.params) {
-    const auto flat = std::move(param.held);
-    for (const auto& slice : param.reduced.slices) {
+    const auto& reduced = param.reduced;
+    auto& gradient = reduced.param.mutable_grad();
+    at::Tensor flat;
+    if (gradient.defined() && !gradient.is_same(param.stand_in)) {
+      if (param.changed_beside_sum()) used_here_[reduced.index] |= kChanged;
+      const bool fits = reduced.param.scalar_type() == bucket.gradient.dtype() &&
+                        reduced.param.device() == bucket.gradient.device() &&
+                        reduced.param.numel() == reduced.numel();
+      used_here_[reduced.index] |= fits ? kUsed : kUnfit;
+      if (fits) flat = flat_gradient(reduced.param).to(bucket.gradient.dtype());
+      has_contributed_ = true;
+    }
+    for (const auto& slice : reduced.slices) {
       const auto& elements = slice.elements;
       if (elements.empty()) continue;
       auto& part = parts[slice.rank].emplace_back();
@@ -296,32 +273,17 @@ void GradientReducer::send(WatchedBucket& bucket) {
         part = is_whole ? flat : flat.narrow(0, elements.begin, elements.size());
       }
     }
+    if (param.trainable || gradient.defined()) gradient = param.stand_in;
+    param.set_aside = param.sum_is_zero = false;
   }
+  SHARDSTEP_FAILURE_POINT("gradients: complete");
+  if (in_round_) expect_next();
   bucket.expected = false;
   bucket.reduction->post(std::move(parts), want_squares_);
   SHARDSTEP_FAILURE_POINT("gradients: posted");
+  bucket.posted = true;
   ++bucket.posts.made;
   under_way_.push_back(&bucket);
-}
-
-// Of a rank that is behind, what it has would have been taken in the rounds that it lacks.
-void GradientReducer::post_held(const std::vector<std::span<const uint8_t>>& flags,
-                                bool is_behind) {
-  at::NoGradGuard no_grad;
-  const auto is_held = [&](const WatchedParam& param) {
-    return std::any_of(flags.begin(), flags.end(),
-                       [&](auto of_rank) { return of_rank[param.reduced.index] & kHeld; });
-  };
-  for (auto next = buckets_.rbegin(); next != buckets_.rend(); ++next) {
-    auto& bucket = **next;
-    if (std::none_of(bucket.params.begin(), bucket.params.end(), is_held)) continue;
-    if (is_under_way(bucket)) take_sum(bucket);
-    bucket.keep_sum();
-    for (auto& param : bucket.params) {
-      if (is_behind) take_gradient(param);
-    }
-    send(bucket);
-  }
 }
 
 // Of a bucket that was frozen since, a rank without a batch may have to post its part yet.
@@ -394,16 +356,6 @@ int64_t GradientReducer::replaced() const {
     if (gradient.defined() && !param->sum_is_wanted()) return param->reduced.index;
   }
   return -1;
-}
-
-std::vector<int64_t> GradientReducer::replaced_beside_sums() const {
-  std::vector<int64_t> replaced;
-  for (const auto* param : watched_) {
-    const auto& gradient = param->reduced.param.grad();
-    if (!gradient.defined() || param->sum_is_wanted()) continue;
-    if (made_round_ || param->bucket->sum.defined()) replaced.push_back(param->reduced.index);
-  }
-  return replaced;
 }
 
 int64_t GradientReducer::sum_bytes() const {

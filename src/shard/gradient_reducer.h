@@ -15,7 +15,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <vector>
 
 #include "comm/exchange.h"
@@ -27,11 +26,9 @@ namespace shardstep {
 
 class SHARDSTEP_API GradientReducer {
  public:
-  // `before_round` is called when the first gradient of a round is ready. If it returns true,
-  // others may be away, and would not post what this rank has to wait for before it can post again:
-  // the gradients of all rounds since settle() but the first stay here until the ranks meet.
-  // REQUIRES: more than one rank; `exchange` outlives the reducer.
-  GradientReducer(Exchange& exchange, int rank, int world_size, std::function<bool()> before_round);
+  // `before_round` is called when the first gradient of a round is ready. REQUIRES: more than one
+  // rank; `exchange` outlives the reducer.
+  GradientReducer(Exchange& exchange, int rank, int world_size, std::function<void()> before_round);
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
@@ -82,10 +79,8 @@ class SHARDSTEP_API GradientReducer {
   // Forgets the first rounds and posts, and posts zeros for those of them that this rank did not
   // make. REQUIRES: !has_contributed() if these are more than forgotten_rounds(). Collective.
   void forget_up_to(int64_t forgotten_rounds, const std::vector<BucketPosts>& posts);
-  // Posts zeros until there were as many rounds and posts of each bucket, then the buckets of which
-  // any rank holds gradients back, by the flags of all ranks. Collective.
-  void catch_up(int64_t rounds, const std::vector<BucketPosts>& posts,
-                const std::vector<std::span<const uint8_t>>& flags);
+  // Posts zeros until there were as many rounds and posts of each bucket. Collective.
+  void catch_up(int64_t rounds, const std::vector<BucketPosts>& posts);
 
   // By parameter: flags that describe this rank's gradients of it.
   std::vector<uint8_t> flags() const;
@@ -124,8 +119,6 @@ class SHARDSTEP_API GradientReducer {
   at::Tensor own(int64_t param) const;
   // A trainable parameter whose `.grad` was replaced since the round; -1 if there is none.
   int64_t replaced() const;
-  // All parameters whose `.grad` was replaced since the round, or while an earlier sum is kept.
-  std::vector<int64_t> replaced_beside_sums() const;
 
   // From the next round on, also sums squares.
   void want_squares() { want_squares_ = true; }
@@ -155,7 +148,6 @@ class SHARDSTEP_API GradientReducer {
   static constexpr uint8_t kForgotten = 4;  // what was summed before the rounds since settle()
   static constexpr uint8_t kDropped = 8;    // there is none, as far as `.grad` says
   static constexpr uint8_t kChanged = 16;   // WatchedParam::changed_beside_sum
-  static constexpr uint8_t kHeld = 32;      // one is yet to be posted
 
   static void check_alone(const WatchedParam& param);
   void watch(WatchedParam& param);
@@ -167,9 +159,6 @@ class SHARDSTEP_API GradientReducer {
   void expect_next();
   void post_ready(WatchedBucket& bucket);
   void post(WatchedBucket& bucket);
-  void take_gradient(WatchedParam& param);
-  void send(WatchedBucket& bucket);
-  void post_held(const std::vector<std::span<const uint8_t>>& flags, bool is_behind);
   void take_ready_sums();
   void take_sums();
   void take_trainable_sums();
@@ -186,7 +175,7 @@ class SHARDSTEP_API GradientReducer {
   Exchange& exchange_;
   int rank_;
   int world_size_;
-  std::function<bool()> before_round_;
+  std::function<void()> before_round_;
   PhaseTimes* times_ = nullptr;
   std::vector<std::unique_ptr<WatchedBucket>> buckets_;
   std::vector<WatchedParam*> watched_;  // by parameter
@@ -194,7 +183,6 @@ class SHARDSTEP_API GradientReducer {
   bool sync_ = true;
   bool want_squares_ = false;
   bool in_round_ = false;
-  bool holds_round_ = false;  // the gradients of this one stay here
   bool made_round_ = false;
   bool settled_ = false;
   bool has_contributed_ = false;

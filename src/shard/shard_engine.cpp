@@ -231,9 +231,7 @@ void ShardEngine::reduce_new_buckets(size_t first) {
     // A rank that has not read a bucket yet would keep others from publishing its next update.
     reducer_ = std::make_unique<GradientReducer>(*exchange_, rank(), world_size(), [this] {
       wait();
-      const bool in_join = has_inputs_in_join_ && has_inputs_in_join_();
-      if (in_join && !exchange_->any_order()) announce_();
-      return in_join;
+      if (announce_ && !exchange_->any_order()) announce_();
     });
     reducer_->set_phase_times(phase_times_.get());
     gradients_ =

@@ -128,13 +128,9 @@ class SHARDSTEP_API ShardEngine {
   bool sync() const { return !reducer_ || reducer_->sync(); }
   // Stage 2: forgets the gradients.
   void drop_sums();
-  // Stage 2: `has_inputs` says whether this rank is in a Join and has inputs. Then `announce` is
-  // called before the first message of a step where messages must come in one order: ranks that
-  // have joined must hear of the step before that.
-  void set_join(std::function<bool()> has_inputs, std::function<void()> announce) {
-    has_inputs_in_join_ = std::move(has_inputs);
-    announce_ = std::move(announce);
-  }
+  // Stage 2: is called before the first message of a step where messages must come in one order:
+  // ranks that have joined must hear of the step before that.
+  void set_announce(std::function<void()> announce) { announce_ = std::move(announce); }
   // Stage 2: a rank that has joined forgets its gradients when the others do.
   void set_joined(bool joined) {
     if (gradients_) gradients_->set_joined(joined);
@@ -150,10 +146,9 @@ class SHARDSTEP_API ShardEngine {
   void set_stand_in(int64_t param, at::Tensor stand_in) {
     if (reducer_) reducer_->set_stand_in(param, std::move(stand_in));
   }
-  // Stage 2: the parameters whose `.grad` was replaced since the backward pass, or while the sum of
-  // an earlier one is kept.
-  std::vector<int64_t> replaced_gradients() const {
-    return reducer_ ? reducer_->replaced_beside_sums() : std::vector<int64_t>();
+  // Stage 2: a parameter whose `.grad` was replaced since the backward pass, -1 if there is none.
+  int64_t replaced_gradient() const {
+    return reducer_ && reducer_->made_round() ? reducer_->replaced() : -1;
   }
   // Stage 2: lets code that looks for gradients in `.grad` find them on a rank without a batch.
   void show_gradients() {
@@ -255,7 +250,6 @@ class SHARDSTEP_API ShardEngine {
   std::vector<at::Tensor> params_;      // by index across groups
   std::vector<std::string> kinds_;
   std::vector<Bucket> buckets_;
-  std::function<bool()> has_inputs_in_join_;
   std::function<void()> announce_;
   std::unique_ptr<GradientReducer> reducer_;             // stage 2, more than one rank
   std::unique_ptr<ShardedGradients> gradients_;          // likewise

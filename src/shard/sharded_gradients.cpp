@@ -25,10 +25,7 @@ ShardedGradients::ShardedGradients(Exchange& control, Exchange& exchange, Gradie
       exchange_(exchange),
       reducer_(reducer),
       agreement_(agreement),
-      params_(params),
-      attended_(group_) {}
-
-ShardedGradients::~ShardedGradients() = default;
+      params_(params) {}
 
 void ShardedGradients::answer(const std::vector<Message>& messages) {
   check_not_foreign(messages);

@@ -16,7 +16,6 @@
 
 #include "comm/exchange.h"
 #include "comm/message_tag.h"
-#include "shard/attended_step.h"
 #include "shard/gradient_changes.h"
 #include "shard/gradient_reducer.h"
 #include "shard/gradient_statistics.h"
@@ -31,7 +30,6 @@ class SHARDSTEP_API ShardedGradients {
   // `control` moves what the host reads, `exchange` gradients.
   ShardedGradients(Exchange& control, Exchange& exchange, GradientReducer& reducer,
                    detail::ParamAgreement& agreement, const std::vector<at::Tensor>& params);
-  ~ShardedGradients();
 
   // The statistic of each parameter's whole gradient, by index; a neutral value if there is none.
   // `norm_type` may be infinite, and is used for kNorm only. Collective.
@@ -125,7 +123,6 @@ class SHARDSTEP_API ShardedGradients {
   void compare_posts(Heard& heard, const Posts& own) const;
   static bool met_forgotten(const Posts& theirs, const Posts& all);
   static std::vector<uint8_t> used(const Heard& heard);
-  static bool is_attended(const std::vector<Message>& messages);
   static bool are_at_odds(const Heard& heard, int64_t rounds);
   void line_up(Heard& heard);
   [[noreturn]] void refuse_rounds(const std::vector<Message>& messages, int64_t rounds,
@@ -157,8 +154,7 @@ class SHARDSTEP_API ShardedGradients {
   std::vector<bool> squares_of_;  // what was present when the norm of all was asked for
   at::Tensor whole_;              // gradient, that this rank has asked for
   GradientChanges changes_;
-  detail::AttendedStep attended_;  // by ranks that have joined
-  bool met_ = false;               // since the last step: others may have had a batch then
+  bool met_ = false;  // since the last step: others may have had a batch then
   bool joined_ = false;
 };
 

@@ -13,8 +13,7 @@ bool WatchedParam::sum_is_wanted() const {
 
 bool WatchedParam::changed_beside_sum() const {
   const auto& gradient = reduced.param.grad();
-  const bool was_posted = bucket->posts.made > bucket->posts.forgotten;
-  const bool has_sum = set_aside && !sum_is_zero && (was_posted || held.defined());
+  const bool has_sum = set_aside && !sum_is_zero && bucket->posts.made > bucket->posts.forgotten;
   if (!has_sum || !gradient.defined() || gradient.is_same(stand_in)) return false;
   return left != gradient.unsafeGetTensorImpl() || left_version != version_of(gradient);
 }

@@ -44,7 +44,6 @@ struct WatchedParam {
   int64_t own_offset = 0;    // in the bucket's sum
   WatchedBucket* bucket = nullptr;
   at::Tensor stand_in;
-  at::Tensor held;                     // this rank's gradient, flat, until it is posted
   std::unique_ptr<GradientHook> hook;  // once it was trainable
   bool trainable = false;
   bool ready = false;  // in this round

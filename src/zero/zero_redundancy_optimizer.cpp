@@ -150,7 +150,7 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<OptimizerParamGroup
   local.elementwise = local.elementwise || options.elementwise();
   if (options.cost()) local.cost = options.cost();
   members_.push_back({std::move(local), nullptr});
-  engine_->set_join([this] { return is_in_join(); }, [this] { announce(); });
+  engine_->set_announce([this] { announce(); });
   add_groups(std::move(param_groups), error);
   if (!module_) return;
   auto others = module_->buffers();

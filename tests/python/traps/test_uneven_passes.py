@@ -511,25 +511,3 @@ def test_a_parameter_that_was_frozen_from_the_start_is_shown_and_trained_later(e
     net.backward(2.0)
     zero.step()
     net.check(3.0)
-
-
-@unordered
-@pytest.mark.parametrize("passes_before", [0, 1])
-@on_ranks(2, timeout=20)
-def test_a_gradient_that_was_dropped_between_passes_while_a_rank_has_joined(
-    exchange, passes_before
-):
-    """The joined rank cannot tell which of the passes are left of it."""
-    net, zero, is_first = trained(exchange)
-    for _ in range(passes_before):
-        net.backward(1.0)
-    with pytest.raises(RuntimeError, match=REFUSED), Join([zero]):
-        if not is_first:
-            net.backward(2.0)
-            net.second.grad = None
-            net.backward(6.0)
-            zero.step()
-    zero.zero_grad()
-    net.backward(3.0)
-    zero.step()
-    net.check(3.0)

@@ -451,7 +451,7 @@ class Branches(torch.nn.Module):
             yield sum(branch(batch).square().mean() for branch in branches)
 
 
-def branches(sharding, exchange="auto", **options):
+def branches(sharding, **options):
     """A model and its plain optimizer, and the same with stage 2."""
     plain = Branches().to(devices.current())
     for parameter in plain.parameters():
@@ -460,12 +460,7 @@ def branches(sharding, exchange="auto", **options):
     options = {"lr": 0.1, **options}
     optimizer = torch.optim.SGD(plain.parameters(), **options)
     zero = ZeroRedundancyOptimizer(
-        net.parameters(),
-        torch.optim.SGD,
-        stage=2,
-        sharding=sharding,
-        exchange=exchange,
-        **options,
+        net.parameters(), torch.optim.SGD, stage=2, sharding=sharding, **options
     )
     return plain, optimizer, net, zero
 
@@ -635,176 +630,3 @@ def test_a_joined_rank_leaves_gradients_out_of_a_step_as_the_others_do(sharding,
     assert_same_on_all_ranks(list(net.parameters()))
     for old, (name, new) in zip(before, net.named_parameters(), strict=True):
         assert torch.equal(old, new) == name.startswith("unused")
-
-
-def same_passes(rank):
-    return 3
-
-
-def other_passes(rank):
-    return 1 + rank
-
-
-def pass_that_is_dropped(rank):
-    return -2
-
-
-def train_in_passes(net, optimizers, seed, passes):
-    """A step of this rank. A negative number of passes begins with one that is dropped."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    if passes < 0:
-        sum(net.losses(seed, True, [dist.get_rank()])).backward()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    for number in range(abs(passes)):
-        sum(net.losses(seed + number, True, [dist.get_rank()])).backward()
-
-
-@ours
-@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory", "native"])
-@pytest.mark.parametrize("passes", [same_passes, other_passes, pass_that_is_dropped])
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("sharding", ["parameter", "element"])
-@on_ranks(2, 3, timeout=30)
-def test_several_passes_of_a_step_while_ranks_have_joined(sharding, clips, passes, exchange):
-    """Without no_sync(): a rank that has joined hears of a step only when it is announced."""
-    plain, optimizer, net, zero = branches(sharding, exchange=exchange, momentum=0.9)
-    rank, world = dist.get_rank(), range(dist.get_world_size())
-    for epoch, count in enumerate([lambda r: 1 + r, lambda r: len(world) - r]):
-        with Join([zero]):
-            for step in range(count(rank)):
-                train_in_passes(net, [zero], 100 * epoch + 10 * step, passes(rank))
-                if clips:
-                    zero.clip_grad_norm_(0.3)
-                zero.step()
-        for step in range(max(map(count, world))):
-            optimizer.zero_grad()
-            for r in [r for r in world if step < count(r)]:
-                for number in range(abs(passes(r))):
-                    seed = 100 * epoch + 10 * step + number
-                    (sum(plain.losses(seed, True, [r])) / len(world)).backward()
-            if clips:
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-            optimizer.step()
-        for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-def two_optimizers(exchange):
-    """A model, a copy of it, and stage 2 for each half of the copy."""
-    plain = branches("parameter")[0]
-    net = copy.deepcopy(plain)
-    options = {"lr": 0.1, "momentum": 0.9}
-    zeros = [
-        ZeroRedundancyOptimizer(
-            part.parameters(), torch.optim.SGD, stage=2, exchange=exchange, **options
-        )
-        for part in (net.used, net.unused)
-    ]
-    return plain, net, zeros, options
-
-
-@ours
-@pytest.mark.parametrize("exchange", ["pairwise", "shared_memory"])
-@pytest.mark.parametrize("clips", [False, True])
-@on_ranks(2, 3, timeout=30)
-def test_several_passes_with_two_optimizers(clips, exchange):
-    """In the order of the list, each clips and steps before the next does."""
-    plain, net, zeros, options = two_optimizers(exchange)
-    of_plain = [plain.used, plain.unused]
-    optimizers = [torch.optim.SGD(part.parameters(), **options) for part in of_plain]
-    rank, world = dist.get_rank(), range(dist.get_world_size())
-    with Join(zeros):
-        for step in range(1 + rank):
-            train_in_passes(net, zeros, 10 * step, 2)
-            for zero in zeros:
-                if clips:
-                    zero.clip_grad_norm_(0.2)
-                zero.step()
-    for step in world:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for number in range(2):
-            ranks = [r for r in world if step <= r]
-            losses = plain.losses(10 * step + number, True, ranks)
-            (sum(losses) / len(world)).backward()
-        for optimizer, part in zip(optimizers, of_plain, strict=True):
-            if clips:
-                torch.nn.utils.clip_grad_norm_(part.parameters(), 0.2)
-            optimizer.step()
-    for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-def alias_all(net):
-    for parameter in net.parameters():
-        parameter.grad = parameter.grad.detach()
-
-
-@ours
-@pytest.mark.parametrize("forget", [forget_by_the_optimizer, forget_by_zeros])
-@on_ranks(2, timeout=30)
-def test_gradients_that_were_replaced_by_aliases_after_a_step(forget):
-    """A rank that has joined steps with them in `.grad`; no code of the user's clears them."""
-    plain, optimizer, net, zero = branches("element", momentum=0.9)
-    rank = dist.get_rank()
-    for epoch, count in enumerate([lambda r: 1 + r, lambda r: 2 - r]):
-        with Join([zero]):
-            for step in range(count(rank)):
-                forget(net, zero)
-                sum(net.losses(10 * epoch + step, True, [rank])).backward()
-                zero.step()
-                alias_all(net)
-        for step in range(2):
-            forget(plain, optimizer)
-            ranks = [r for r in range(2) if step < count(r)]
-            (sum(plain.losses(10 * epoch + step, True, ranks)) / 2).backward()
-            optimizer.step()
-        for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-@ours
-@on_ranks(2, timeout=30)
-def test_a_rank_without_a_batch_steps_with_aliases_of_gradients():
-    """No Join: the gradients of the step before are kept."""
-    plain, optimizer, net, zero = branches("element")
-    for ranks in ([0, 1], [1]):
-        (sum(plain.losses(0, True, ranks)) / 2).backward()
-        optimizer.step()
-        if dist.get_rank() in ranks:
-            sum(net.losses(0, True, [dist.get_rank()])).backward()
-        zero.step()
-        if dist.get_rank() == 0:
-            alias_all(net)
-    for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-@ours
-@on_ranks(2, timeout=30)
-def test_another_optimizer_before_the_first_steps_is_an_error_once_a_rank_has_joined():
-    """A rank that has joined takes part in the first one's step until then. Training can go on."""
-    plain, net, zeros = two_optimizers("auto")[:3]
-    rank = dist.get_rank()
-    with Join(zeros):
-        for step in range(1 + rank):
-            train_in_passes(net, zeros, 10 * step, 1)
-            zeros[0].clip_grad_norm_(10.0)
-            if step == 0:  # every rank has inputs
-                zeros[1].clip_grad_norm_(10.0)
-            else:
-                with pytest.raises(RuntimeError, match="clip and step before the next one does"):
-                    zeros[1].clip_grad_norm_(10.0)
-                with pytest.raises(RuntimeError, match="clip and step before the next one does"):
-                    zeros[1].step()
-            for zero in zeros:
-                zero.step()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for step in range(2):
-        optimizer.zero_grad()
-        (sum(plain.losses(10 * step, True, range(step, 2))) / 2).backward()
-        optimizer.step()
-    for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
